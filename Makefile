@@ -1,0 +1,40 @@
+# Everything runs in a virtual environment, .venv, which the first target that needs it
+# makes. To take another interpreter: make test PYTHON=python3.12
+
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help env test lint types demo bench clean
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-6s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+env: $(STAMP) ## Make the virtual environment, or update it
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+test: lint types ## Check everything: lint, types, tests and doctests
+	$(BIN)/pytest
+
+lint: env ## Check style and formatting
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+
+types: env ## Check types
+	$(BIN)/mypy
+
+demo: env ## Train with DDP and with DiLoCo, two workers each; writes out/demo/
+	$(BIN)/python recipes/demo.py
+
+bench: env ## Run the benchmarks; each prints one JSON line per figure
+	@set -e; for file in $(wildcard benchmarks/[a-z]*.py); do $(BIN)/python $$file; done
+
+clean: ## Remove .venv, caches and build products; out/ stays
+	rm -rf $(VENV) build *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -prune -exec rm -rf {} +

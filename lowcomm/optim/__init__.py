@@ -1,0 +1,1 @@
+"""The methods, one in each file, and what they are made of."""

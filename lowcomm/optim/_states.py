@@ -1,0 +1,138 @@
+"""The inner optimizer's state tensors, by name, made in time."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+class States:
+    """Finds the state tensors that belong to parameters, also before they exist.
+
+    Args:
+        inners: the inner optimizers.
+    """
+
+    def __init__(self, inners: Sequence[Optimizer]) -> None:
+        self._inners = inners
+
+    def names(self, params: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+        """Examples of the parameters' state tensors: state name -> parameter name.
+
+        Only tensors that have the parameter's shape count, so no step counters.
+
+        Raises:
+            ValueError: if the inner optimizer does not show its states in a step with
+                gradients of zero.
+        """
+        owners = self._owners()
+        examples: dict[Any, dict[str, Any]] = {}
+        found: dict[str, dict[str, Tensor]] = {}
+        for name, param in params.items():
+            inner, group = owners[id(param)]
+            kind = (id(group), param.dim(), param.dtype, param.device)
+            if kind not in examples:
+                examples[kind] = _example(inner, group, param)
+            for state_name, value in examples[kind].items():
+                if _belongs(value, _trial_shape(param)):
+                    found.setdefault(state_name, {})[name] = torch.empty_like(
+                        param.detach(), dtype=value.dtype
+                    )
+        return found
+
+    def tensors(
+        self, state_name: str, params: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """The state tensors as they are now; zeros where there were none.
+
+        An optimizer takes a parameter with any state for one that it has seen before,
+        so whatever else belongs to its state is made too. The step counter is its
+        neighbours': a first step's bias correction would blow up an average over many.
+        """
+        owners = self._owners()
+        result = {}
+        for name, param in params.items():
+            inner, group = owners[id(param)]
+            if not isinstance(inner.state[param].get(state_name), Tensor):
+                inner.state[param] = {
+                    key: _like_new(value, param, _step_of(inner, group, key))
+                    for key, value in _example(inner, group, param).items()
+                }
+            result[name] = inner.state[param][state_name]
+        return result
+
+    def heal_(self) -> None:
+        """Sets state values that are not finite to zero."""
+        for inner in self._inners:
+            for state in inner.state.values():
+                for value in state.values() if isinstance(state, dict) else ():
+                    if isinstance(value, Tensor) and value.is_floating_point():
+                        torch.nan_to_num_(value, nan=0.0, posinf=0.0, neginf=0.0)
+
+    def _owners(self) -> dict[int, tuple[Optimizer, dict[str, Any]]]:
+        return {
+            id(param): (inner, group)
+            for inner in self._inners
+            for group in inner.param_groups
+            for param in group["params"]
+        }
+
+
+def _example(inner: Optimizer, group: dict[str, Any], param: Tensor) -> dict[str, Any]:
+    """The state that a first step with a zero gradient leaves behind.
+
+    Taken by a copy of the optimizer, on a tiny parameter of the same kind.
+    """
+    trial = torch.zeros(_trial_shape(param), dtype=param.dtype, device=param.device)
+    trial.requires_grad_().grad = torch.zeros_like(trial)
+    clone = object.__new__(type(inner))
+    clone.__dict__.update(inner.__dict__)
+    clone.__dict__.pop("step", None)  # a scheduler's, bound to the original
+    clone.state = type(inner.state)(dict)
+    clone.param_groups = [{**group, "params": [trial]}]
+    for hooks in [key for key in clone.__dict__ if key.endswith("_hooks")]:
+        clone.__dict__[hooks] = OrderedDict()
+    try:
+        clone.step()
+    except Exception as error:
+        raise ValueError(
+            f"states of {type(inner).__name__} cannot be averaged: it takes no plain "
+            f"step ({error}). Average parameters only."
+        ) from error
+    return dict(clone.state[trial])
+
+
+def _trial_shape(param: Tensor) -> tuple[int, ...]:
+    # Unequal sides, so that row and column statistics are told from whole tensors.
+    return tuple(2 + i for i in range(max(param.dim(), 1)))
+
+
+def _belongs(value: Any, shape: tuple[int, ...]) -> bool:
+    return (
+        isinstance(value, Tensor)
+        and tuple(value.shape) == shape
+        and (value.is_floating_point() or value.is_complex())
+    )
+
+
+def _step_of(inner: Optimizer, group: dict[str, Any], key: str) -> Any:
+    """What another parameter of the group has under `key`, None if none has it."""
+    params: Iterable[Tensor] = group["params"]
+    for param in params:
+        if param in inner.state and key in inner.state[param]:
+            return inner.state[param][key]
+    return None
+
+
+def _like_new(value: Any, param: Tensor, neighbour: Any) -> Any:
+    if _belongs(value, _trial_shape(param)):
+        return torch.zeros_like(param.detach(), dtype=value.dtype)
+    if neighbour is not None:
+        return copy.deepcopy(neighbour)
+    return torch.zeros_like(value) if isinstance(value, Tensor) else value

@@ -1,0 +1,592 @@
+"""What torch, schedulers and checkpoints expect of an optimizer."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from lowcomm.optim._states import States
+from lowcomm.optim._streams import (
+    Accompanying,
+    Average,
+    AverageState,
+    FirstWorkers,
+)
+from lowcomm.sync.engine import Engine, Stats, Stream
+from lowcomm.sync.flat import Layout
+from lowcomm.sync.group import Group, resolve_group
+from lowcomm.sync.schedule import Periodic
+
+#: Key of our part in a state_dict; loaders of the inner optimizer pass over it.
+_OWN_KEY = "lowcomm"
+
+#: Attributes that a copy makes anew, or that others have put there.
+_NOT_COPIED = (
+    "_engine",
+    "_evaluation",
+    "_states",
+    "_params",
+    "step",  # patched by a scheduler, bound to the original
+    "grad_scale",
+    "found_inf",
+)
+
+
+class AbstractWrapper(Optimizer):
+    """An optimizer around an inner optimizer, with an exchange between workers.
+
+    Subclasses say which streams they are made of. `param_groups`, `state` and
+    `defaults` are the inner optimizer's own objects: whoever changes a learning rate
+    here changes it there.
+
+    Args:
+        params: what `torch.optim.AdamW` takes (then AdamW is the inner optimizer), a
+            built optimizer, or a list of optimizers over disjoint parameters.
+        group: the workers: a process group, a one-dimensional device mesh or a `Group`;
+            if None the default process group, or a world of one without it.
+        weight: this worker's weight in the mean: "equal", "steps", or a function that
+            returns it.
+        buffers: a module or tensors. Floating buffers are averaged in each round,
+            others are taken from rank 0.
+        bucket_bytes: largest message, in bytes.
+        timeout_s: bound of every wait for another worker, in seconds.
+        init_sync: start from rank 0's parameters and buffers.
+        inner: keyword arguments for AdamW.
+    """
+
+    # torch then calls step() for skipped steps too, and workers stay in phase.
+    _step_supports_amp_scaling = True
+    #: attributes that may be set during a run, and are saved
+    _adjustable: tuple[str, ...] = ()
+    _swapped = False
+
+    def __init__(
+        self,
+        params: Any,
+        *,
+        group: Any = None,
+        weight: str | Callable[[], float] = "equal",
+        buffers: nn.Module | Iterable[Tensor] | None = None,
+        bucket_bytes: int = 4 << 20,
+        timeout_s: float = 600.0,
+        init_sync: bool = True,
+        **inner: Any,
+    ) -> None:
+        if bucket_bytes < 1:
+            raise ValueError(f"bucket_bytes must be at least 1, got {bucket_bytes=}.")
+        if not timeout_s > 0:
+            raise ValueError(f"timeout_s must be positive, got {timeout_s=}.")
+        if not (callable(weight) or weight in ("equal", "steps")):
+            raise ValueError(
+                f"weight must be 'equal', 'steps' or a function, got {weight=}."
+            )
+        self.inner = _build_inner(params, inner, type(self).__name__)
+        self._weight = weight
+        self._buffers = _named_buffers(buffers)
+        self._bucket_bytes = bucket_bytes
+        self._timeout_s = timeout_s
+        self._init_sync = init_sync
+        self._group: Group = resolve_group(group)
+        # Not Optimizer.__init__, which would lay out groups and state of its own. This
+        # is how torch makes an optimizer from parts: it adds hooks and patches step.
+        Optimizer.__setstate__(self, {})
+        self._build()
+        self._engine.agree(self._plan())
+        if init_sync:
+            self._engine.broadcast({**self._named(), **self._buffers})
+
+    # ------------------------------------------------------------- for subclasses
+
+    @abstractmethod
+    def _streams(self, params: dict[str, Tensor], states: States) -> list[Stream]:
+        """The method: what is exchanged, when, and what the result does.
+
+        Args:
+            params: the trainable parameters by name; grows with `add_param_group`.
+            states: the inner optimizer's state tensors.
+        """
+
+    @abstractmethod
+    def _config(self) -> dict[str, Any]:
+        """The settings that all workers and a checkpoint must share, plain types."""
+
+    # ------------------------------------------------------------- construction
+
+    def _build(self) -> None:
+        """Makes the engine for the inner optimizer's parameters as they are now."""
+        self._states = States(self._inners)
+        self._params = {n: p for n, p in self._named().items() if p.requires_grad}
+        if not self._params:
+            raise ValueError(
+                "params must contain a parameter that requires grad, got "
+                f"{len(self._named())} that do not."
+            )
+        streams = self._streams(self._params, self._states)
+        if self._buffers:
+            streams += self._buffer_streams(streams[0].schedule)
+        self._evaluation = Average("evaluation", Layout(self._params), Periodic(0))
+        self._engine = Engine(
+            [*streams, self._evaluation],
+            self._group,
+            weight=self._weigh,
+            timeout_s=self._timeout_s,
+            bucket_bytes=self._bucket_bytes,
+            heal=self._states.heal_,
+        )
+
+    def _buffer_streams(self, schedule: Periodic) -> list[Stream]:
+        averaged = {n: b for n, b in self._buffers.items() if b.is_floating_point()}
+        taken = {n: b for n, b in self._buffers.items() if n not in averaged}
+        streams: list[Stream] = []
+        if averaged:
+            streams.append(Accompanying("buffers", Layout(averaged), schedule))
+        if taken:
+            streams.append(FirstWorkers("integer buffers", Layout(taken), schedule))
+        return streams
+
+    def _weigh(self, steps: int) -> float:
+        if self._weight == "equal":
+            return 1.0
+        weight = float(steps if self._weight == "steps" else self._weight())  # type: ignore[operator]
+        if not (math.isfinite(weight) and weight >= 0):
+            raise ValueError(
+                f"weight must return a finite number of at least 0, got {weight}."
+            )
+        return weight
+
+    def _settings(self) -> dict[str, Any]:
+        """What a run is made of besides its tensors, in plain types."""
+        return {
+            "method": type(self).__name__,
+            **self._config(),
+            "weight": self._weight if isinstance(self._weight, str) else "a function",
+            "workers": len(self._group.members(0)),
+        }
+
+    def _state_streams(self) -> list[AverageState]:
+        return [s for s in self._engine.streams if isinstance(s, AverageState)]
+
+    def _plan(self) -> dict[str, Any]:
+        """Everything in which workers must not differ, as named lines."""
+        tensors = {**self._named(), **self._buffers}
+        lines = [
+            f"{name} {tuple(t.shape)} {t.dtype}".replace("torch.", "")
+            + ("" if t.is_contiguous() else f" stride {t.stride()}")
+            + (" trainable" if t.requires_grad else "")
+            for name, t in tensors.items()
+        ]
+        settings = self._settings() | {"bucket_bytes": self._bucket_bytes}
+        return settings | {f"tensor {i}": line for i, line in enumerate(lines)}
+
+    @property
+    def _inners(self) -> tuple[Optimizer, ...]:
+        return self.inner if isinstance(self.inner, tuple) else (self.inner,)
+
+    def _named(self) -> dict[str, Tensor]:
+        """All parameters, each once, by the user's names or by group and position."""
+        named: dict[str, Tensor] = {}
+        seen: set[int] = set()
+        for i, inner in enumerate(self._inners):
+            prefix = f"{i}." if len(self._inners) > 1 else ""
+            for g, group in enumerate(inner.param_groups):
+                names = group.get("param_names")
+                for p, param in enumerate(group["params"]):
+                    if id(param) in seen:
+                        continue
+                    seen.add(id(param))
+                    name = names[p] if names else f"{prefix}{g}.{p}"
+                    if name in named:
+                        raise ValueError(
+                            f"params must have different names, got {name!r} twice."
+                        )
+                    named[name] = param
+        return named
+
+    # ------------------------------------------------------------- torch's side
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The inner optimizer's own list; of several, all their groups in order."""
+        if isinstance(self.inner, tuple):
+            return [group for inner in self.inner for group in inner.param_groups]
+        return self.inner.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """The inner optimizer's own state; of several, all of it as one mapping."""
+        if isinstance(self.inner, tuple):
+            return _JoinedState(self.inner)
+        return self.inner.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """The inner optimizer's own defaults; of several, the first one's first."""
+        if isinstance(self.inner, tuple):
+            merged: dict[str, Any] = {}
+            for inner in reversed(self.inner):
+                merged |= inner.defaults
+            return merged
+        return self.inner.defaults
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One inner step, then whatever exchange is due.
+
+        Args:
+            closure: for the inner optimizer.
+        """
+        if self._swapped:
+            self._refuse_when_swapped("step")
+        engine = self._engine
+        if not engine.started:
+            if self._is_probe():
+                return self._step_inner(closure)
+            engine.start()
+        loss = self._step_inner(closure)
+        engine.advance()
+        return loss
+
+    def _step_inner(self, closure: Callable[[], Any] | None) -> Any:
+        found_inf = self.__dict__.get("found_inf")
+        if found_inf is not None:
+            return self._step_scaled(found_inf)
+        if not isinstance(self.inner, tuple):
+            return self.inner.step() if closure is None else self.inner.step(closure)
+        first, *others = self.inner
+        loss = first.step() if closure is None else first.step(closure)
+        for inner in others:
+            inner.step()
+        return loss
+
+    def _step_scaled(self, found_inf: Any) -> Any:
+        """A step under a GradScaler, which has set `found_inf` and `grad_scale`."""
+        scale = self.__dict__.get("grad_scale")
+        skip, loss = bool(found_inf), None
+        for inner in self._inners:
+            if getattr(inner, "_step_supports_amp_scaling", False):
+                inner.found_inf, inner.grad_scale = found_inf, scale  # type: ignore[attr-defined]
+                try:
+                    loss = inner.step()
+                finally:
+                    del inner.found_inf, inner.grad_scale  # type: ignore[attr-defined]
+            elif not skip:
+                if scale is not None:
+                    _unscale_(inner, scale)
+                loss = inner.step()
+        return loss
+
+    def _is_probe(self) -> bool:
+        """Whether this is the step by which a distributed checkpoint has state made.
+
+        torch takes it on a fresh optimizer, with rates and gradients of zero.
+        """
+        if len(self.state) or any(float(g.get("lr", 1)) for g in self.param_groups):
+            return False
+        grads = [p.grad for g in self.param_groups for p in g["params"]]
+        return not any(grad is None or bool(grad.any()) for grad in grads)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if isinstance(self.inner, tuple):
+            raise ValueError(
+                "add_param_group must know which optimizer is meant, got "
+                f"{len(self.inner)} inner optimizers. Build the optimizer again, with "
+                "the group in one of them."
+            )
+        before = self._named()
+        self.inner.add_param_group(param_group)
+        added = {n: p for n, p in self._named().items() if n not in before}
+        self._engine.agree(self._plan())
+        if self._init_sync:
+            self._engine.broadcast(added)
+        trainable = {n: p for n, p in added.items() if p.requires_grad}
+        self._params |= trainable
+        states = self._states.names(trainable) if self._state_streams() else {}
+        for stream in self._state_streams():
+            stream.extend_(states.get(stream.state_name, {}))
+        fragments = [s for s in self._engine.streams if s.has_parameters]
+        min(fragments, key=lambda s: s.layout.num_bytes).extend_(trainable)
+        self._evaluation.extend_(trainable)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The inner optimizer's state_dict with our part under a key of its own.
+
+        The inner part refers to live tensors, as torch's does; ours is a copy.
+        """
+        for pre_hook in self._optimizer_state_dict_pre_hooks.values():
+            pre_hook(self)
+        merged: dict[str, Any] = {"state": {}, "param_groups": []}
+        for inner, first in self._with_offsets():
+            part = inner.state_dict()
+            for key, value in part["state"].items():
+                merged["state"][key + first if isinstance(key, int) else key] = value
+            merged["param_groups"] += [
+                {**group, "params": [i + first for i in group["params"]]}
+                for group in part["param_groups"]
+            ]
+        merged[_OWN_KEY] = {
+            "config": self._settings(),
+            "adjusted": {name: getattr(self, name) for name in self._adjustable},
+            "sync": self._engine.state_dict(),
+        }
+        for post_hook in self._optimizer_state_dict_post_hooks.values():
+            result = post_hook(self, merged)
+            merged = merged if result is None else result
+        return merged
+
+    def load_state_dict(
+        self, state_dict: dict[str, Any], *, strict: bool = True
+    ) -> None:
+        """Copies a state_dict back: what comes next is what would have come then.
+
+        Args:
+            state_dict: what `state_dict()` returned; left as it is.
+            strict: whether the configuration and the number of workers must be those
+                of the checkpoint. If not, what fits is loaded.
+        """
+        state_dict = state_dict.copy()
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            result = pre_hook(self, state_dict)
+            state_dict = state_dict if result is None else result
+        own = state_dict.get(_OWN_KEY)
+        if strict:
+            self._check_loadable(state_dict, own)
+        groups = iter(state_dict["param_groups"])
+        for inner, first in self._with_offsets():
+            mine = [next(groups) for _ in inner.param_groups]
+            ids = {i: i - first for group in mine for i in group["params"]}
+            _load_inner_(
+                inner,
+                {ids.get(i, i): s for i, s in state_dict["state"].items() if i in ids},
+                [{**g, "params": [ids[i] for i in g["params"]]} for g in mine],
+            )
+        if own is not None:
+            for name, value in own["adjusted"].items():
+                if name in self._adjustable:
+                    setattr(self, name, value)
+            self._engine.load_state_dict(own["sync"])
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    def _check_loadable(self, state_dict: Mapping[str, Any], own: Any) -> None:
+        """Raises before anything has been changed."""
+        if own is None:
+            raise ValueError(
+                f"state_dict must have an entry {_OWN_KEY!r}, got "
+                f"{sorted(state_dict)}. Load a checkpoint of the bare inner optimizer "
+                "with `.inner.load_state_dict`."
+            )
+        mine, saved = self._settings(), own["config"]
+        for key in mine | saved:
+            if mine.get(key) != saved.get(key):
+                raise ValueError(
+                    f"{key} must be as in the checkpoint, got {key}={mine.get(key)!r} "
+                    f"with {key}={saved.get(key)!r} in the checkpoint. Build the "
+                    "optimizer alike, or load what fits with strict=False."
+                )
+        lengths = [len(group["params"]) for group in state_dict["param_groups"]]
+        if lengths != [len(group["params"]) for group in self.param_groups]:
+            raise ValueError(
+                "param_groups must be as in the checkpoint, got groups of "
+                f"{[len(group['params']) for group in self.param_groups]} parameters "
+                f"with {lengths} in the checkpoint."
+            )
+
+    def _with_offsets(self) -> Iterator[tuple[Optimizer, int]]:
+        """The inner optimizers, each with the number of parameters before its own."""
+        first = 0
+        for inner in self._inners:
+            yield inner, first
+            first += sum(len(group["params"]) for group in inner.param_groups)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = {k: v for k, v in self.__dict__.items() if k not in _NOT_COPIED}
+        state = {k: v for k, v in state.items() if not k.endswith("_hooks")}
+        return state | {_OWN_KEY: self._engine.state_dict()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        state = dict(state)
+        own = state.pop(_OWN_KEY)
+        super().__setstate__(state)
+        self._build()
+        self._engine.load_state_dict(own)
+
+    # ------------------------------------------------------------- our own side
+
+    @property
+    def stats(self) -> Stats:
+        """What synchronization has done so far: a snapshot."""
+        return self._engine.stats
+
+    def register_round_hook(self, hook: Callable[[Stats], None]) -> RemovableHandle:
+        """Calls `hook(stats)` after each applied round, until the handle is removed."""
+        handle = RemovableHandle(self._engine.hooks)
+        self._engine.hooks[handle.id] = hook
+        return handle
+
+    def finish(self) -> None:
+        """Ends in step with the others: all workers then hold equal parameters.
+
+        Waits for what is in flight, then exchanges once more what has changed since its
+        last exchange. A worker that comes early serves the others' rounds until all are
+        there. A second call does nothing; training may go on.
+        """
+        self._refuse_when_swapped("finish")
+        self._engine.finish()
+
+    @contextmanager
+    def global_parameters(self) -> Iterator[None]:
+        """Inside, the model holds the global parameters; then the local ones are back.
+
+        They are the anchors where the method has them, and nothing is sent; else the
+        mean of the workers' parameters now, and every worker must enter.
+        """
+        self._refuse_when_swapped("global_parameters")
+        layout = self._evaluation.layout
+        layout.refresh()
+        local = layout.empty()
+        for chunk in layout.chunks:
+            layout.gather_(chunk, local[chunk])
+        agreed = [s for s in self._engine.streams if s.agreed is not None]
+        mean = None if agreed else self._engine.average(self._evaluation)
+        self._swapped = True
+        try:
+            for stream in agreed if self._engine.started else ():
+                stream.locate()
+                for chunk in stream.layout.chunks:
+                    stream.layout.scatter_(chunk, stream.agreed[chunk])  # type: ignore[index]
+            for chunk in layout.chunks if mean is not None else ():
+                layout.scatter_(chunk, mean[chunk])  # type: ignore[index]
+            yield
+        finally:
+            layout.refresh()
+            for chunk in layout.chunks:
+                layout.scatter_(chunk, local[chunk])
+            self._swapped = False
+
+    def _refuse_when_swapped(self, what: str) -> None:
+        if self._swapped:
+            raise RuntimeError(
+                f"{what} must be called with the local parameters in the model, got a "
+                "call inside `global_parameters()`. Leave it first."
+            )
+
+
+class _JoinedState(MutableMapping[Tensor, Any]):
+    """The states of several optimizers, each parameter's in its own optimizer."""
+
+    def __init__(self, inners: tuple[Optimizer, ...]) -> None:
+        self._inners = inners
+
+    def _home(self, param: Tensor) -> dict[Tensor, Any]:
+        for inner in self._inners:
+            if any(param is p for g in inner.param_groups for p in g["params"]):
+                return inner.state
+        raise KeyError(param)
+
+    def __getitem__(self, param: Tensor) -> Any:
+        return self._home(param)[param]
+
+    def __setitem__(self, param: Tensor, value: Any) -> None:
+        self._home(param)[param] = value
+
+    def __delitem__(self, param: Tensor) -> None:
+        del self._home(param)[param]
+
+    def __contains__(self, param: object) -> bool:
+        return any(param in inner.state for inner in self._inners)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return chain.from_iterable(inner.state for inner in self._inners)
+
+    def __len__(self) -> int:
+        return sum(len(inner.state) for inner in self._inners)
+
+
+def _build_inner(
+    params: Any, keywords: dict[str, Any], method: str
+) -> Optimizer | tuple[Optimizer, ...]:
+    """The inner optimizer that a wrapper's first argument and keywords stand for."""
+    given = params if isinstance(params, (list, tuple)) else [params]
+    if any(isinstance(item, Optimizer) for item in given):
+        for item in given:
+            if not isinstance(item, Optimizer) or isinstance(item, AbstractWrapper):
+                raise TypeError(
+                    "params must be parameters, an optimizer or a list of optimizers, "
+                    f"got {type(item).__name__} among them."
+                )
+        if keywords:
+            raise TypeError(
+                f"{method}() got {', '.join(sorted(keywords))} beside a built "
+                "optimizer. Give them to that optimizer."
+            )
+        owners = [
+            id(p) for o in given for g in o.param_groups for p in set(g["params"])
+        ]
+        if len(owners) != len(set(owners)):
+            raise ValueError(
+                "params must be disjoint, got a parameter in two optimizers."
+            )
+        return tuple(given) if isinstance(params, (list, tuple)) else given[0]
+    known = inspect.signature(torch.optim.AdamW).parameters
+    for keyword in keywords:
+        if keyword not in known:
+            raise TypeError(
+                f"{method}() got an unexpected keyword argument {keyword!r}: neither "
+                f"{method} nor torch.optim.AdamW has it."
+            )
+    return torch.optim.AdamW(params, **keywords)
+
+
+def _named_buffers(
+    buffers: nn.Module | Iterable[Tensor] | None,
+) -> dict[str, Tensor]:
+    if buffers is None:
+        return {}
+    if isinstance(buffers, nn.Module):
+        return {f"buffer {name}": buffer for name, buffer in buffers.named_buffers()}
+    tensors = list(buffers)
+    for tensor in tensors:
+        if not isinstance(tensor, Tensor):
+            raise TypeError(
+                "buffers must be a module or tensors, got a "
+                f"{type(tensor).__name__} among them."
+            )
+    return {f"buffer {i}": tensor for i, tensor in enumerate(tensors)}
+
+
+def _unscale_(inner: Optimizer, scale: Tensor) -> None:
+    """Divides gradients by the loss scale, as `GradScaler.unscale_` does."""
+    inverse = scale.double().reciprocal().float()
+    for group in inner.param_groups:
+        for param in group["params"]:
+            if param.grad is None:
+                continue
+            if param.grad.is_sparse:
+                param.grad = param.grad.coalesce()
+                param.grad._values().mul_(inverse.to(param.grad.device))
+            else:
+                param.grad.mul_(inverse.to(param.grad.device))
+
+
+def _load_inner_(
+    inner: Optimizer, state: dict[Any, Any], param_groups: list[dict[str, Any]]
+) -> None:
+    """Loads copies, and keeps dtypes: torch casts state to that of the parameter."""
+    saved = copy.deepcopy(state)
+    inner.load_state_dict({"state": saved, "param_groups": param_groups})
+    params = [param for group in inner.param_groups for param in group["params"]]
+    for index, values in saved.items():
+        for key, value in values.items() if isinstance(values, dict) else ():
+            loaded = inner.state[params[index]][key]
+            if isinstance(value, Tensor) and loaded.dtype != value.dtype:
+                inner.state[params[index]][key] = value.to(loaded.device)

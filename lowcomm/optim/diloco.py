@@ -1,0 +1,117 @@
+"""DiLoCo: many local steps, then one Nesterov step on the mean displacement.
+
+Douillard et al., DiLoCo: Distributed Low-Communication Training of Language Models,
+2023. https://arxiv.org/abs/2311.08105
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from torch import Tensor
+
+from lowcomm.optim._outer import heavy_ball_, nesterov_, plain_
+from lowcomm.optim._states import States
+from lowcomm.optim._streams import Anchored
+from lowcomm.optim._wrapper import AbstractWrapper
+from lowcomm.sync.engine import Stream
+from lowcomm.sync.flat import Layout
+from lowcomm.sync.schedule import Periodic, check_period
+
+
+class DiLoCo(AbstractWrapper):
+    r"""Moves a common anchor by the workers' mean progress every `sync_every` steps.
+
+    .. math::
+
+        \Delta &= \frac{1}{M} \sum_j (\theta - \theta_j) \\
+        m      &\leftarrow \mu m + \Delta \\
+        \theta &\leftarrow \theta - \eta (\Delta + \mu m), \qquad
+        \theta_j \leftarrow \theta
+
+    after inner steps :math:`H, 2H, 3H, \dots` The inner optimizer's states persist and
+    are never sent. Anchor and momentum are fp32 for narrower parameters.
+
+    Cost: two copies of the parameters (one without momentum); each worker sends
+    :math:`2 S (M-1)/M` bytes in a round, :math:`S` the size of the anchor.
+
+    >>> import torch
+    >>> model = torch.nn.Linear(2, 1)
+    >>> opt = DiLoCo(model.parameters(), lr=1e-3, sync_every=100)
+    >>> model(torch.ones(4, 2)).sum().backward()
+    >>> opt.step()
+
+    Args:
+        params: what `torch.optim.AdamW` takes, a built optimizer, or a list of them.
+        sync_every: inner steps between exchanges, :math:`H`.
+        outer_lr: outer learning rate, :math:`\eta`; may be set during a run, on all
+            workers alike.
+        outer_momentum: outer momentum decay, :math:`\mu`. The paper's 0.9 needs many
+            rounds: in the long run the outer step is :math:`\eta/(1-\mu)`, seven times
+            the mean displacement. Take less for a few dozen rounds.
+        nesterov: Nesterov momentum; else heavy ball.
+        common: `group`, `weight`, `buffers`, `bucket_bytes`, `timeout_s`, `init_sync`
+            as in `AbstractWrapper`, and keywords of AdamW.
+
+    Raises:
+        ValueError: if a setting is out of its range.
+        PeerMismatch: if workers were built differently, or start from other values.
+    """
+
+    _adjustable = ("outer_lr",)
+
+    def __init__(
+        self,
+        params: Any,
+        *,
+        sync_every: int,
+        outer_lr: float = 0.7,
+        outer_momentum: float = 0.9,
+        nesterov: bool = True,
+        **common: Any,
+    ) -> None:
+        self.sync_every = check_period("sync_every", sync_every)
+        self.outer_lr = outer_lr
+        if not 0 <= outer_momentum < 1:
+            raise ValueError(
+                f"outer_momentum must be at least 0 and below 1, got {outer_momentum=}."
+            )
+        self.outer_momentum = outer_momentum
+        self.nesterov = nesterov
+        self._first_outer_lr = outer_lr
+        super().__init__(params, **common)
+
+    @property
+    def outer_lr(self) -> float:
+        return self._outer_lr
+
+    @outer_lr.setter
+    def outer_lr(self, outer_lr: float) -> None:
+        if not (math.isfinite(outer_lr) and outer_lr >= 0):
+            raise ValueError(
+                f"outer_lr must be a finite number of at least 0, got {outer_lr=}."
+            )
+        self._outer_lr = outer_lr
+
+    def _config(self) -> dict[str, Any]:
+        return {
+            "sync_every": self.sync_every,
+            "outer_lr": self._first_outer_lr,
+            "outer_momentum": self.outer_momentum,
+            "nesterov": self.nesterov,
+        }
+
+    def _streams(self, params: dict[str, Tensor], states: States) -> list[Stream]:
+        schedule, layout = Periodic(self.sync_every), Layout(params)
+        has_momentum = self.outer_momentum > 0
+        return [Anchored(self._outer_, has_momentum, "parameters", layout, schedule)]
+
+    def _outer_(self, anchor: Tensor, delta: Tensor, momentum: Tensor | None) -> None:
+        lr, beta = self.outer_lr, self.outer_momentum
+        if momentum is None:
+            plain_(anchor, delta, lr=lr)
+        elif self.nesterov:
+            nesterov_(anchor, delta, momentum, lr=lr, beta=beta)
+        else:
+            heavy_ball_(anchor, delta, momentum, lr=lr, beta=beta)

@@ -1,0 +1,23 @@
+"""What can go wrong between workers.
+
+.. code-block:: text
+
+    SyncError
+     x PeerLost       a worker did not answer, or its connection closed
+     x PeerMismatch   workers disagree about what is being exchanged
+"""
+
+
+class SyncError(RuntimeError):
+    """An exchange between workers failed; parameters and state are as they were."""
+
+
+class PeerLost(SyncError):
+    """A worker closed its connection, or was silent for `timeout_s` seconds."""
+
+
+class PeerMismatch(SyncError):
+    """Workers differ in a tensor, a setting, a round or an agreed value.
+
+    Raised on every worker, before anything is averaged.
+    """

@@ -1,0 +1,250 @@
+"""Tensors to flat buffers and back, in chunks that stay in a core's cache.
+
+A `Layout` places named tensors one after another in flat buffers, one buffer per
+dtype and device, and cuts the buffers into chunks. Whatever is computed on a round
+is computed chunk by chunk: read once, written once, and no tensor is too large, too
+small or too oddly shaped to be in one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+#: Four operands of this many fp32 values fit in the caches of one core. A multiple
+#: of every vector width: kernels give other bits for the values after the last whole
+#: vector, so a bound in between would make results depend on how they were cut.
+CHUNK_VALUES = 1 << 16
+
+
+class Chunk(NamedTuple):
+    """A range of one flat buffer, and the ranges of tensors that it holds."""
+
+    number: int
+    flat: int
+    start: int
+    stop: int
+    pieces: tuple[tuple[int, int, int], ...]  # (run, start, stop)
+
+
+class Spec(NamedTuple):
+    """What a tensor must remain while it has a place in a layout."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Spec:
+        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
+
+
+def runs_of(tensor: Tensor) -> list[Tensor]:
+    """The tensor's memory as one-dimensional views, in an order fixed by its strides.
+
+    One run for a dense tensor of any memory format, several for one with gaps.
+
+    >>> [len(run) for run in runs_of(torch.zeros(2, 3).t())]
+    [6]
+    >>> [len(run) for run in runs_of(torch.zeros(2, 3)[:, :2])]
+    [2, 2]
+    """
+    if tensor.numel() == 0:
+        return []
+    if tensor.is_complex():
+        return runs_of(torch.view_as_real(tensor))
+    by_stride = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    ordered = tensor.permute(by_stride)
+    if ordered.is_contiguous():
+        return [ordered.view(-1)]
+    return [run for row in tensor.unbind(0) for run in runs_of(row)]
+
+
+def outer_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The real dtype in which outer state is kept and shares are summed.
+
+    fp32 for narrower values: in bf16 one thousandth of the weight rounds to nothing.
+    """
+    real = dtype.to_real()
+    return real if real.itemsize >= 4 or not real.is_floating_point else torch.float32
+
+
+class Flats:
+    """One flat tensor per dtype and device of a layout, addressed by chunk."""
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        self.tensors = tensors
+
+    def __getitem__(self, chunk: Chunk) -> Tensor:
+        return self.tensors[chunk.flat][chunk.start : chunk.stop]
+
+
+class _Scratch(Flats):
+    """The same memory for every chunk of a buffer: it stays in the cache."""
+
+    def __getitem__(self, chunk: Chunk) -> Tensor:
+        return self.tensors[chunk.flat][: chunk.stop - chunk.start]
+
+
+class Layout:
+    """Where each tensor lies in the flat buffers.
+
+    Args:
+        tensors: by name, in the order in which they are placed.
+        widen: buffers have the outer dtype of their tensors; else the tensors' own.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], *, widen: bool = True) -> None:
+        self._widen = widen
+        self.specs = {name: Spec.of(tensor) for name, tensor in tensors.items()}
+        self._sources = list(tensors.values())
+        self._pointers: list[int] = []
+        self._places: dict[str, list[tuple[int, int, int]]] = {}
+
+        sizes: dict[tuple[torch.dtype, torch.device], int] = {}
+        members: dict[tuple[torch.dtype, torch.device], list[tuple[int, int]]] = {}
+        num_runs = 0
+        for name, tensor in zip(self.specs, self._sources, strict=True):
+            key = (self._dtype(tensor.dtype), tensor.device)
+            for run in runs_of(tensor.detach()):
+                start = sizes.get(key, 0)
+                members.setdefault(key, []).append((num_runs, len(run)))
+                sizes[key] = start + len(run)
+                flat = list(sizes).index(key)
+                self._places.setdefault(name, []).append((flat, start, sizes[key]))
+                num_runs += 1
+        self._shapes = [(size, *key) for key, size in sizes.items()]
+        self.chunks: list[Chunk] = []
+        for flat, key in enumerate(sizes):
+            self.chunks += _cut(flat, members[key], first=len(self.chunks))
+        self._views: list[list[Tensor]] = []
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the flat buffers in all."""
+        return sum(size * dtype.itemsize for size, dtype, _ in self._shapes)
+
+    def new(self) -> Flats:
+        """Flat buffers of zeros."""
+        return Flats(
+            [torch.zeros(n, dtype=dtype, device=dev) for n, dtype, dev in self._shapes]
+        )
+
+    def empty(self) -> Flats:
+        """Flat buffers of anything."""
+        return Flats(
+            [torch.empty(n, dtype=dtype, device=dev) for n, dtype, dev in self._shapes]
+        )
+
+    def scratch(self) -> Flats:
+        """Room for one chunk at a time."""
+        return _Scratch(
+            [
+                torch.empty(min(n, CHUNK_VALUES), dtype=dtype, device=dev)
+                for n, dtype, dev in self._shapes
+            ]
+        )
+
+    def extended(self, tensors: Mapping[str, Tensor]) -> Layout:
+        """A layout of these and further tensors, behind them."""
+        mine = dict(zip(self.specs, self._sources, strict=True))
+        return Layout({**mine, **tensors}, widen=self._widen)
+
+    def bind(self, tensors: Mapping[str, Tensor]) -> None:
+        """Takes other tensors of the same kind for the same places."""
+        self._sources = [tensors[name] for name in self.specs]
+
+    def refresh(self) -> None:
+        """Follows tensors whose memory was replaced since the last call.
+
+        Raises:
+            ValueError: if a tensor is no longer of the kind that was laid out.
+        """
+        pointers = [tensor.data_ptr() for tensor in self._sources]
+        if pointers == self._pointers and self._views:
+            return
+        for (name, spec), tensor in zip(self.specs.items(), self._sources, strict=True):
+            if (now := Spec.of(tensor)) != spec:
+                raise ValueError(
+                    f"{name!r} must stay what it was when the optimizer was built, "
+                    f"got {now} instead of {spec}. Build the optimizer again."
+                )
+        runs = [run for tensor in self._sources for run in runs_of(tensor.detach())]
+        self._views = [
+            [runs[run][start:stop] for run, start, stop in chunk.pieces]
+            for chunk in self.chunks
+        ]
+        self._pointers = pointers
+
+    def gather_(self, chunk: Chunk, out: Tensor) -> Tensor:
+        """Copies the chunk's tensor values into `out`, which is updated."""
+        views = self._views[chunk.number]
+        if len(views) == 1:
+            return out.copy_(views[0])
+        return torch.cat(views, out=out)
+
+    def scatter_(self, chunk: Chunk, values: Tensor) -> None:
+        """Copies `values` into the chunk's tensors, which are updated."""
+        views = self._views[chunk.number]
+        if len(views) == 1:
+            views[0].copy_(values)
+        else:
+            sizes = [stop - start for _, start, stop in chunk.pieces]
+            torch._foreach_copy_(views, torch.split_with_sizes(values, sizes))
+
+    def read(self, flats: Flats) -> dict[str, Tensor]:
+        """Copies of the buffers' values by name, each shaped like its tensor."""
+        result = {}
+        for name, spec in self.specs.items():
+            tensor = self._like(spec)
+            places = self._places.get(name, [])
+            for run, (flat, start, stop) in zip(runs_of(tensor), places, strict=True):
+                run.copy_(flats.tensors[flat][start:stop])
+            result[name] = tensor
+        return result
+
+    def write_(self, flats: Flats, tensors: Mapping[str, Tensor]) -> None:
+        """Copies tensors into their places in the buffers, which are updated."""
+        for name, spec in self.specs.items():
+            if name not in tensors:
+                continue
+            tensor = self._like(spec).copy_(tensors[name])
+            places = self._places.get(name, [])
+            for run, (flat, start, stop) in zip(runs_of(tensor), places, strict=True):
+                flats.tensors[flat][start:stop].copy_(run)
+
+    def _dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return outer_dtype(dtype) if self._widen else dtype.to_real()
+
+    def _like(self, spec: Spec) -> Tensor:
+        """An empty tensor of the spec's shape and strides, in the buffers' dtype."""
+        dtype = self._dtype(spec.dtype)
+        return torch.empty_strided(
+            spec.shape,
+            spec.stride,
+            dtype=dtype.to_complex() if spec.dtype.is_complex else dtype,
+            device=spec.device,
+        )
+
+
+def _cut(flat: int, runs: list[tuple[int, int]], *, first: int) -> Iterator[Chunk]:
+    """Cuts one buffer, given its (run, length) in order, into chunks."""
+    pieces: list[tuple[int, int, int]] = []
+    start = filled = 0
+    index = first
+    for run, length in runs:
+        done = 0
+        while done < length:
+            take = min(length - done, CHUNK_VALUES - filled)
+            pieces.append((run, done, done + take))
+            done += take
+            filled += take
+            if filled == CHUNK_VALUES:
+                yield Chunk(index, flat, start, start + filled, tuple(pieces))
+                pieces, start, filled, index = [], start + filled, 0, index + 1
+    if filled:
+        yield Chunk(index, flat, start, start + filled, tuple(pieces))

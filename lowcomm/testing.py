@@ -1,0 +1,402 @@
+"""Real worker processes for tests, started in about a tenth of a second.
+
+Most of what a distributed optimizer does can be tested in one process with
+`lowcomm.simulate`. What only processes show (the wire itself, a worker that is
+killed, a wait that never ends) is tested with `run_workers`.
+"""
+
+import contextlib
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Collection, Iterator
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple, TypeVarTuple
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["free_port", "run_workers"]
+
+_Args = TypeVarTuple("_Args")
+
+# Imported once, in the server that forks the workers. torch._dynamo is a second of
+# work for the first optimizer of a process; test modules import pytest and hypothesis.
+_PRELOAD = ["torch.distributed", "torch._dynamo", "lowcomm.testing"]
+_PRELOAD_IF_IMPORTED_HERE = ["pytest", "hypothesis"]
+
+# After a first failure, how long the others may fail by themselves before being killed.
+_GRACE_S = 0.5
+
+_LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+
+
+class _Job(NamedTuple):
+    """What a worker process is told."""
+
+    call: bytes  # (worker, args), pickled
+    rank: int
+    num_workers: int
+    folder: Path  # holds the group's store and the workers' stacks
+    environ: dict[str, str]
+    num_threads: int
+    group_timeout_s: float
+
+    @property
+    def stacks(self) -> Path:
+        return self.folder / f"stacks-{self.rank}.txt"
+
+
+class _Deadline(NamedTuple):
+    """A moment of `time.monotonic`, and the argument that it comes from."""
+
+    at: float
+    timeout_s: float
+
+    def left_s(self) -> float:
+        return max(0.0, self.at - time.monotonic())
+
+
+class _Worker(NamedTuple):
+    """What the caller holds of a worker process."""
+
+    process: BaseProcess
+    pipe: Connection
+    stacks: Path  # where each thread was when it crashed, or was asked
+
+
+def run_workers(
+    worker: Callable[[int, *_Args], Any],
+    num_workers: int,
+    *args: *_Args,
+    timeout_s: float = 60.0,
+    group_timeout_s: float = 20.0,
+    num_threads: int = 1,
+    may_die: Collection[int] = (),
+) -> list[Any]:
+    """Runs `worker(rank, *args)` in `num_workers` processes and returns their results.
+
+    The processes form the default process group of `torch.distributed`: gloo, on the
+    loopback interface. They are forked from a server that has torch imported, so the
+    first call takes seconds and every later one about 0.1 s. They have the caller's
+    environment variables and `sys.path`, but none of its other state. A worker that has
+    returned stays in the group until all have. None outlives the call, or the caller.
+
+    Worker, arguments, results and exceptions travel by `pickle`, tensors as bytes. So
+    the worker must be defined at the top level of a module. If that is `__main__`, the
+    workers run the script again, which needs the usual `if __name__ == "__main__"`.
+
+    Example::
+
+        def sum_of_ranks(rank):
+            total = torch.tensor(rank)
+            torch.distributed.all_reduce(total)
+            return total.item()
+
+        assert run_workers(sum_of_ranks, 4) == [6, 6, 6, 6]
+
+    Any function that can be imported will do; this one computes `pow(rank, 2)`:
+
+    >>> run_workers(pow, 3, 2)
+    [0, 1, 4]
+
+    Args:
+        worker: called with its rank, then `args`.
+        num_workers: number of processes.
+        args: further arguments, the same for every rank.
+        timeout_s: seconds until all workers must have returned, start-up included.
+        group_timeout_s: timeout of the process group, in seconds.
+        num_threads: torch's threads in each worker.
+        may_die: ranks that may end without returning, killed by the test for instance.
+
+    Returns:
+        The results in rank order; None for a rank of `may_die` that died.
+
+    Raises:
+        Exception: what a worker raised, its rank and its traceback as notes; the other
+            workers are killed. Of several of one type, the lowest rank's, the others as
+            notes. A RuntimeError in place of what cannot be pickled.
+        ExceptionGroup: if workers raised exceptions of different types.
+        RuntimeError: if a worker died; names its rank and the signal.
+        TimeoutError: if workers were not done in time; names their ranks, their stacks
+            as notes.
+        ValueError: if `num_workers` is less than 1.
+    """
+    if num_workers < 1:
+        raise ValueError(f"num_workers must be at least 1, got {num_workers=}.")
+    deadline = _Deadline(time.monotonic() + timeout_s, timeout_s)
+    try:
+        call = pickle.dumps((worker, args))
+    except Exception as error:
+        error.add_note("run_workers pickles the worker and its arguments.")
+        raise
+    workers: list[_Worker] = []
+    with tempfile.TemporaryDirectory(prefix="lowcomm-") as folder:
+        try:
+            for rank in range(num_workers):
+                job = _Job(
+                    call=call,
+                    rank=rank,
+                    num_workers=num_workers,
+                    folder=Path(folder),
+                    environ=dict(os.environ),
+                    num_threads=num_threads,
+                    group_timeout_s=group_timeout_s,
+                )
+                _start(job, workers)
+            results = _collect(workers, deadline, may_die)
+            _release(workers, results, deadline)
+        finally:
+            # Pipes first: a worker whose pipe closes ends by itself (see `_obey`), also
+            # one that is still being forked, or if a second Ctrl-C comes in here.
+            for one in workers:
+                one.pipe.close()
+            for one in workers:
+                if one.process.pid is not None:
+                    one.process.kill()
+                    one.process.join()
+    return [results.get(rank) for rank in range(num_workers)]
+
+
+def free_port() -> int:
+    """Returns a TCP port of the loopback interface that was free a moment ago.
+
+    >>> 1024 <= free_port() < 65536
+    True
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+# --- the caller's side ----------------------------------------------------------------
+
+
+def _start(job: _Job, workers: list[_Worker]) -> None:
+    """Starts a process and adds it to `workers`."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(
+        _PRELOAD + [name for name in _PRELOAD_IF_IMPORTED_HERE if name in sys.modules]
+    )
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_work, args=(theirs, job))
+    # Before it starts: an interrupt on the way must find the pipe, to close it.
+    workers.append(_Worker(process, ours, job.stacks))
+    job.stacks.touch()
+    # A pickle that refers to a module has its name in it.
+    needs_main = b"__main__" in job.call
+    with theirs, contextlib.nullcontext() if needs_main else _hidden_main():
+        process.start()
+
+
+@contextlib.contextmanager
+def _hidden_main() -> Iterator[None]:
+    """Hides `__main__`, which multiprocessing would otherwise run in every worker.
+
+    It looks in `sys.modules` (`multiprocessing.spawn.get_preparation_data`). A worker
+    from another module has no use for it, and pytest's takes 0.3 s.
+    """
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+
+
+def _collect(
+    workers: list[_Worker], deadline: _Deadline, may_die: Collection[int]
+) -> dict[int, Any]:
+    """Returns results by rank once every worker has returned, or died as it may."""
+    results: dict[int, Any] = {}
+    errors: dict[int, Exception] = {}
+    deaths: dict[int, str] = {}
+    pending = dict(enumerate(workers))
+    while pending:
+        pipes = [one.pipe for one in pending.values()]
+        sentinels = [one.process.sentinel for one in pending.values()]
+        ready = wait([*pipes, *sentinels], deadline.left_s())
+        if not ready:
+            break
+        for rank, one in list(pending.items()):
+            if one.pipe not in ready and one.process.sentinel not in ready:
+                continue
+            del pending[rank]
+            report = _receive(one.pipe)
+            if report is None:
+                if rank not in may_die:
+                    deaths[rank] = f"rank {rank} {_cause_of_death(one.process)}"
+                continue
+            result, error = _unpack(report, rank)
+            if error is None:
+                results[rank] = result
+            else:
+                errors[rank] = error
+        if deaths or errors:
+            grace_ends_at = time.monotonic() + _GRACE_S
+            deadline = deadline._replace(at=min(deadline.at, grace_ends_at))
+    if deaths:
+        death = RuntimeError(f"{', '.join(deaths.values())}, before it returned.")
+        _note_stacks(death, {rank: workers[rank] for rank in deaths})
+        # What the others raised is most likely the consequence.
+        raise _with_others(death, errors)
+    if errors:
+        raise _one_of(errors)
+    if pending:
+        raise _timeout(pending, deadline.timeout_s)
+    return results
+
+
+def _release(
+    workers: list[_Worker], results: dict[int, Any], deadline: _Deadline
+) -> None:
+    """Lets the workers that returned leave the group, and sees that they end well."""
+    pending = {rank: workers[rank] for rank in results}
+    for one in pending.values():
+        with contextlib.suppress(BrokenPipeError):  # died since: see the exit code
+            one.pipe.send_bytes(b"go")
+    for rank, one in list(pending.items()):
+        one.process.join(deadline.left_s())
+        if one.process.exitcode is not None:
+            del pending[rank]
+            if one.process.exitcode != 0:
+                cause = _cause_of_death(one.process)
+                raise RuntimeError(f"rank {rank} {cause}, after it returned.")
+    if pending:
+        raise _timeout(pending, deadline.timeout_s)
+
+
+def _receive(pipe: Connection) -> bytes | None:
+    """Returns a worker's report, None if it died without one."""
+    try:
+        # A dead worker's own children may hold the pipe open: do not wait for its end.
+        return pipe.recv_bytes() if pipe.poll() else None
+    except (EOFError, ConnectionResetError):
+        return None
+
+
+def _unpack(report: bytes, rank: int) -> tuple[Any, Exception | None]:
+    """Returns a worker's result, or its exception with the notes that say where."""
+    result, error, text = pickle.loads(report)
+    if text is None:
+        return pickle.loads(result), None
+    summary, remote_traceback = text
+    exception = RuntimeError(summary) if error is None else pickle.loads(error)
+    exception.add_note(f"on rank {rank}")
+    exception.add_note(f"in the worker's process:\n{remote_traceback}")
+    return None, exception
+
+
+def _one_of(errors: dict[int, Exception]) -> Exception:
+    ranks = sorted(errors)
+    if len({type(error) for error in errors.values()}) > 1:
+        return ExceptionGroup(f"ranks {ranks} failed", [errors[rank] for rank in ranks])
+    return _with_others(errors.pop(ranks[0]), errors)
+
+
+def _with_others(error: Exception, others: dict[int, Exception]) -> Exception:
+    for rank, other in sorted(others.items()):
+        error.add_note(f"rank {rank} raised {type(other).__name__}: {other}")
+    return error
+
+
+def _cause_of_death(process: BaseProcess) -> str:
+    process.kill()  # without effect on one that is dying already
+    process.join()
+    assert process.exitcode is not None
+    if process.exitcode >= 0:
+        return f"exited with code {process.exitcode}"
+    names = {number.value: number.name for number in signal.Signals}
+    return f"was killed by {names.get(-process.exitcode, -process.exitcode)}"
+
+
+def _timeout(late: dict[int, _Worker], timeout_s: float) -> TimeoutError:
+    for one in late.values():
+        assert one.process.pid is not None
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(one.process.pid, signal.SIGUSR1)
+    time.sleep(0.2)  # for the answers; a stopped process gives none
+    error = TimeoutError(
+        f"ranks {sorted(late)} were not done in time, with {timeout_s=}."
+    )
+    _note_stacks(error, late)
+    return error
+
+
+def _note_stacks(error: Exception, workers: dict[int, _Worker]) -> None:
+    for rank, one in sorted(workers.items()):
+        if stacks := one.stacks.read_text():
+            error.add_note(f"rank {rank} was here:\n{stacks}")
+
+
+# --- the worker's side ----------------------------------------------------------------
+
+
+def _work(pipe: Connection, job: _Job) -> None:
+    """Reports once, a result or an exception, then stays until released."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the caller
+    released = threading.Event()
+    threading.Thread(target=_obey, args=(pipe, released), daemon=True).start()
+    # The fork server's environment is that of the first call.
+    os.environ.clear()
+    os.environ.update(job.environ, GLOO_SOCKET_IFNAME=_LOOPBACK)
+    result = error = text = None
+    # Never closed: it must serve until the process is gone.
+    stacks = job.stacks.open("w")
+    faulthandler.enable(stacks)
+    faulthandler.register(signal.SIGUSR1, stacks)
+    try:
+        worker, args = pickle.loads(job.call)
+        torch.set_num_threads(job.num_threads)
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{job.folder}/store",
+            rank=job.rank,
+            world_size=job.num_workers,
+            timeout=timedelta(seconds=job.group_timeout_s),
+        )
+        # Bytes, because multiprocessing's own pickler shares memory for tensors.
+        result = pickle.dumps(worker(job.rank, *args))
+    except BaseException as caught:
+        error, text = _pack(caught)
+    pipe.send_bytes(pickle.dumps((result, error, text)))
+    # Ending closes the sockets, which makes others fail who have no fault.
+    released.wait()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _obey(pipe: Connection, released: threading.Event) -> None:
+    """Waits for the caller's word; ends this process when the caller is gone."""
+    try:
+        pipe.recv_bytes()
+    except (EOFError, OSError):
+        os._exit(1)
+    released.set()
+
+
+def _pack(error: BaseException) -> tuple[bytes | None, tuple[str, str]]:
+    """Returns the exception, pickled if it can be, and its text."""
+    summary = "".join(traceback.format_exception_only(error)).strip()
+    text = summary, "".join(traceback.format_exception(error))
+    if not isinstance(error, Exception):
+        return None, text  # SystemExit and its like must not end the caller
+    try:
+        pickled = pickle.dumps(error)
+        pickle.loads(pickled)  # fails here if its __init__ takes other arguments
+    except Exception:
+        return None, text
+    return pickled, text

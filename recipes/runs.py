@@ -1,0 +1,149 @@
+"""The runs: one function each, returning a complete configuration.
+
+`python recipes/pretrain.py NAME` launches one of them, and every field is also a flag
+that overrides it: `demo --method ddp --num-steps 200`.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import tyro
+
+
+@dataclass(frozen=True)
+class Config:
+    """One run of recipes/pretrain.py."""
+
+    name: tyro.conf.Suppress[str]
+    """Names the run's directory; not a flag."""
+
+    # --- Method: how the workers come to one model
+
+    method: Literal["ddp", "local_sgd", "diloco"] = "diloco"
+    """ddp averages gradients each step, the others parameters every `sync_every`."""
+    sync_every: int = 20
+    """Steps between two exchanges, H in the papers."""
+    outer_lr: float = 0.7
+    """DiLoCo's outer learning rate."""
+    outer_momentum: float = 0.9
+    """DiLoCo's outer Nesterov momentum."""
+
+    # --- Data
+
+    data: Path | None = None
+    """A text file, a JSON-lines file (key "text"), or a directory of such files.
+    None: the sources of the running Python's standard library."""
+    vocab_size: int = 1024
+    """Tokens of the byte-level BPE that is trained on the data."""
+    context: int = 128
+    """Tokens a window predicts."""
+    cache: Path = Path("out/cache")
+    """Where tokenizers and tokens are kept between runs."""
+
+    # --- Model: a Llama with random weights
+
+    hidden_size: int = 128
+    """Width of the model; its feed-forward layers are 8/3 as wide."""
+    num_layers: int = 2
+    """Transformer blocks."""
+    num_heads: int = 4
+    """Attention heads of each block."""
+
+    # --- Training
+
+    num_steps: int = 1000
+    """Optimizer steps of each worker."""
+    batch_size: int = 8
+    """Windows in one forward pass of one worker."""
+    accumulate: int = 1
+    """Forward passes whose gradients make one step."""
+    lr: float = 3e-3
+    """Peak learning rate of AdamW."""
+    warmup_steps: int = 50
+    """Steps of linear warm-up; a cosine to a tenth of the peak follows."""
+    weight_decay: float = 0.1
+    """Weight decay of AdamW."""
+    clip_norm: float = 1.0
+    """Largest norm of a worker's gradient."""
+    bf16: bool = False
+    """Compute in bfloat16 by autocast; weights and exchanges stay float32."""
+    seed: int = 0
+    """Seed of the weights and of the order of the data."""
+
+    # --- Output
+
+    out: Path | None = None
+    """Where metrics and checkpoints go. None: out/<name>/<method>."""
+    log_every: int = 20
+    """Steps between two lines of metrics."""
+    eval_every: int = 100
+    """Steps between two validations, taken at lines of metrics; 0: only the last."""
+    eval_windows: int = 256
+    """Windows of one validation, over all workers."""
+    save_every: int = 0
+    """Steps between two checkpoints; 0: none."""
+    resume: bool = False
+    """Go on from the newest checkpoint that every worker has."""
+
+    def __post_init__(self) -> None:
+        at_least_one = (
+            "sync_every", "context", "hidden_size", "num_layers", "num_heads",
+            "num_steps", "batch_size", "accumulate", "log_every", "eval_windows",
+        )  # fmt: skip
+        for name in at_least_one:
+            if getattr(self, name) < 1:
+                value = getattr(self, name)
+                raise ValueError(f"{name} must be at least 1, got {name}={value}.")
+        if self.eval_every % self.log_every:
+            raise ValueError(
+                f"eval_every must be a multiple of log_every, got eval_every={self.eval_every} "
+                f"with log_every={self.log_every}. Validation is reported in a line of metrics."
+            )
+
+
+def smoke() -> Config:
+    """Everything once, in seconds."""
+    return Config(
+        "smoke",
+        sync_every=10,
+        vocab_size=300,
+        context=32,
+        hidden_size=32,
+        num_heads=2,
+        num_steps=60,
+        batch_size=4,
+        warmup_steps=10,
+        log_every=5,
+        eval_every=20,
+        eval_windows=32,
+    )
+
+
+def demo() -> Config:
+    """The two runs that recipes/demo.py compares, minutes on two cores."""
+    return Config("demo")
+
+
+def stdlib_small() -> Config:
+    """A larger model and longer rounds, about an hour on two cores."""
+    return Config("stdlib_small")
+
+
+RUNS: dict[str, Callable[[], Config]] = {
+    run.__name__: run for run in (smoke, demo, stdlib_small)
+}
+
+
+def configure(arguments: Sequence[str], *, quiet: bool = False) -> Config:
+    """The configuration that a command line asks for: a run's name, then overrides.
+
+    Args:
+        arguments: what follows the script's name on the command line.
+        quiet: print neither help nor errors; another worker does.
+    """
+    runs = {name: (run.__doc__ or "", run()) for name, run in RUNS.items()}
+    return tyro.extras.overridable_config_cli(
+        runs, prog="pretrain.py", args=arguments, console_outputs=not quiet
+    )

@@ -1,0 +1,253 @@
+"""What only real processes show: the wire, a kill, a wait that must end."""
+
+import functools
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import lowcomm
+from lowcomm.testing import run_workers
+from toy import (
+    inner_state_of,
+    network,
+    parameters_of,
+    same,
+    scalar,
+    slide,
+    train,
+)
+
+pytestmark = pytest.mark.workers
+
+SYNC_EVERY = 3
+METHODS = {
+    "LocalSGD": lowcomm.LocalSGD,
+    "LocalSGD-states": functools.partial(lowcomm.LocalSGD, average_states=True),
+    "DiLoCo": lowcomm.DiLoCo,
+}
+
+
+def built(**settings):
+    """A model and an optimizer for every method, from unequal seeds of every worker."""
+    fleet = {}
+    for i, (name, make) in enumerate(METHODS.items()):
+        model = network(seed=i, dtype=torch.float32)
+        fleet[name] = (
+            model,
+            make(
+                model.named_parameters(),
+                lr=0.05,
+                sync_every=SYNC_EVERY,
+                bucket_bytes=128,
+                **settings,
+            ),
+        )
+    return fleet
+
+
+def bits_of(fleet):
+    return {
+        name: [parameters_of(model), inner_state_of(opt), opt.stats.rounds]
+        for name, (model, opt) in fleet.items()
+    }
+
+
+def three_rounds(rank):
+    fleet = built()
+    sent = {}
+    for name, (model, opt) in fleet.items():
+        train(model, opt, range(3 * SYNC_EVERY), rank)
+        sent[name] = opt.stats.bytes_sent
+    after_rounds = bits_of(fleet)
+    for model, opt in fleet.values():
+        with opt.global_parameters():
+            pass
+        train(model, opt, range(3 * SYNC_EVERY, 3 * SYNC_EVERY + 1 + rank), rank)
+        opt.finish()
+    return after_rounds, bits_of(fleet), sent
+
+
+def test_processes_have_the_bits_of_simulated_workers():
+    """Parameters and inner state, after whole rounds and after an uneven end."""
+    simulated = lowcomm.simulate(lambda rank, group: three_rounds(rank), 4)
+    real = run_workers(three_rounds, 4)
+    for rank in range(4):
+        assert same(real[rank], simulated[rank]), f"rank {rank}"
+        for name in METHODS:
+            after_rounds, ended, _ = real[rank]
+            assert same(after_rounds[name][0], real[0][0][name][0])
+            assert same(ended[name][0], real[0][1][name][0])
+
+
+# Kill and resume
+
+
+NUM_STEPS = 11
+
+
+def train_and_save(rank, folder, first_step, victim, last_step_of_victim):
+    """Saves each step; the victim kills itself in mid-round, others report the loss."""
+    fleet = built(timeout_s=20)
+    if first_step:
+        states = torch.load(Path(folder, f"{rank}-{first_step}.pt"), weights_only=True)
+        for name, (model, opt) in fleet.items():
+            model.load_state_dict(states[name][0])
+            opt.load_state_dict(states[name][1])
+    local = {}
+    for name, (model, opt) in fleet.items():
+        opt.inner.register_step_post_hook(
+            lambda *_, name=name, model=model: local.update(
+                {name: parameters_of(model)}
+            )
+        )
+    for step in range(first_step, NUM_STEPS):
+        for name, (model, opt) in fleet.items():
+            began = time.monotonic()
+            try:
+                train(model, opt, range(step, step + 1), rank)
+            except lowcomm.PeerLost as lost:
+                intact = same(parameters_of(model), local[name])
+                return step, str(lost), intact, time.monotonic() - began
+        states = {
+            name: [model.state_dict(), opt.state_dict()]
+            for name, (model, opt) in fleet.items()
+        }
+        # Written beside and renamed: a kill in between leaves no half of a file.
+        torch.save(states, Path(folder, f"{rank}.part"))
+        os.replace(Path(folder, f"{rank}.part"), Path(folder, f"{rank}-{step + 1}.pt"))
+        if rank == victim and step + 1 == last_step_of_victim:
+            os.kill(os.getpid(), signal.SIGKILL)
+    for _, opt in fleet.values():
+        opt.finish()
+    return bits_of(fleet)
+
+
+def never_stopped(rank, group):
+    fleet = built()
+    for model, opt in fleet.values():
+        train(model, opt, range(NUM_STEPS), rank)
+        opt.finish()
+    return bits_of(fleet)
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 4])
+def test_killed_twice_and_resumed_is_never_stopped(num_workers, tmp_path):
+    """Survivors name the dead worker, keep their parameters, and do not hang."""
+    expected = lowcomm.simulate(never_stopped, num_workers)
+    first_step = 0
+    # In the second round after one of its steps; in the third after two.
+    for victim, last_step in ((num_workers - 1, 4), (0, 8)):
+        results = run_workers(
+            train_and_save,
+            num_workers,
+            str(tmp_path),
+            first_step,
+            victim,
+            last_step,
+            may_die={victim},
+        )
+        assert results[victim] is None
+        for rank, result in enumerate(results):
+            if rank == victim:
+                continue
+            step, message, intact, seconds = result
+            # The loss shows at the exchange that the victim did not reach.
+            assert step == last_step // SYNC_EVERY * SYNC_EVERY + SYNC_EVERY - 1
+            assert re.search(rf"\b(rank|worker)s? {victim}\b", message), message
+            assert intact
+            assert seconds < 15
+        first_step = min(
+            max(int(file.stem.split("-")[1]) for file in tmp_path.glob(f"{rank}-*.pt"))
+            for rank in range(num_workers)
+        )
+        assert first_step == last_step
+    results = run_workers(
+        train_and_save, num_workers, str(tmp_path), first_step, None, None
+    )
+    for rank in range(num_workers):
+        assert same(results[rank], expected[rank]), f"rank {rank}"
+
+
+# Workers that differ, that are late, that never come
+
+
+def differ_then_late_then_absent(rank):
+    outcome = {}
+    parameters = network().named_parameters
+    for setting in ("sync_every", "order"):
+        ps = list(parameters())
+        if setting == "order" and rank == 1:
+            ps.reverse()
+        try:
+            lowcomm.DiLoCo(
+                ps, lr=0.1, sync_every=2 + (rank == 1 and setting == "sync_every")
+            )
+        except lowcomm.PeerMismatch as mismatch:
+            outcome[setting] = str(mismatch)
+
+    # The group is still whole: a late worker is waited for.
+    x = scalar(float(rank))
+    opt = lowcomm.LocalSGD(
+        torch.optim.SGD([x], lr=1.0), sync_every=1, init_sync=False, timeout_s=10
+    )
+    if rank == 1:
+        time.sleep(1.0)
+    slide(x, opt)
+    outcome["late"] = (x.item(), opt.stats.exposed_s)
+
+    # And one that never comes is not.
+    y = scalar(5.0)
+    opt = lowcomm.DiLoCo(torch.optim.SGD([y], lr=1.0), sync_every=2, timeout_s=1.5)
+    if rank == 1:
+        return outcome
+    slide(y, opt)
+    began = time.monotonic()
+    try:
+        slide(y, opt)
+    except lowcomm.PeerLost as lost:
+        outcome["absent"] = (str(lost), time.monotonic() - began, y.item())
+    return outcome
+
+
+def test_workers_that_differ_are_late_or_never_come_end_in_an_error_not_a_hang():
+    outcomes = run_workers(differ_then_late_then_absent, 3)
+    for rank, outcome in enumerate(outcomes):
+        assert re.search("sync_every", outcome["sync_every"])
+        assert re.search(r"0\.weight|2\.bias", outcome["order"])
+        for setting in ("sync_every", "order"):
+            assert re.search(r"\b(rank|worker)s? 1\b", outcome[setting])
+        # Mean of 0, 1, 2 after a step of 1.
+        value, exposed_s = outcome["late"]
+        assert value == 0.0
+        if rank != 1:
+            assert 0.5 < exposed_s < 5
+            message, seconds, y = outcome["absent"]
+            assert re.search(r"\b(rank|worker)s? 1\b", message), message
+            assert 1.0 < seconds < 8
+            assert y == 3.0  # its own two steps, nothing half averaged
+        else:
+            assert "absent" not in outcome
+
+
+def one_small_group(rank):
+    """Three of four workers average; the fourth is none of their members."""
+    group = torch.distributed.new_group([0, 1, 3])
+    if rank == 2:
+        return None
+    x = scalar(float(rank))
+    opt = lowcomm.LocalSGD(
+        torch.optim.SGD([x], lr=1.0), sync_every=1, init_sync=False, group=group
+    )
+    slide(x, opt, 0.0)
+    return x.item()
+
+
+def test_a_process_group_of_some_divides_by_its_own_members():
+    first, second, outsider, last = run_workers(one_small_group, 4)
+    assert outsider is None
+    assert [first, second, last] == pytest.approx([(0 + 1 + 3) / 3] * 3)
