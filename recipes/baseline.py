@@ -24,7 +24,7 @@ class DDPAdamW(torch.optim.AdamW):
 
     Bytes are counted where they are sent, in DDP's communication hook: a mean of S
     bytes over n workers sends 2 S (n - 1) / n from each. Waiting is the time from the
-    launch of the last bucket, when backward has nothing left to compute, to its arrival.
+    launch of the last bucket, when backward has no more to compute, to its arrival.
     """
 
     def __init__(self, network: DistributedDataParallel, **adamw: Any) -> None:

@@ -5,10 +5,10 @@ import json
 import os
 import shutil
 import sysconfig
-import tempfile
 import tokenize
 from pathlib import Path
 from typing import NamedTuple
+from uuid import uuid4
 
 import numpy as np
 import torch
@@ -153,8 +153,8 @@ def make_cache_entry(entry: Path, documents: list[str], vocab_size: int) -> None
     """Writes tokenizer and tokens; the entry appears whole or not at all."""
     train, validation = split(documents)
     tokenizer = train_tokenizer(train, vocab_size)
-    entry.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = Path(tempfile.mkdtemp(prefix="unfinished-", dir=entry.parent))
+    unfinished = entry.with_name(f"unfinished-{uuid4().hex}")
+    unfinished.mkdir(parents=True)
     try:
         tokenizer.save(str(unfinished / "tokenizer.json"))
         np.save(unfinished / "train.npy", encode(tokenizer, train))

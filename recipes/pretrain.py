@@ -56,7 +56,7 @@ def build_model(config: Config) -> nn.Module:
 
 
 def build_method(config: Config, model: nn.Module) -> tuple[nn.Module, Any]:
-    """What the loop calls forward on, and its optimizer; AdamW inside in all methods."""
+    """What the loop calls forward on, and its optimizer: AdamW in all methods."""
     adamw = {
         "lr": config.lr,
         "betas": (0.9, 0.95),

@@ -36,12 +36,14 @@ class Method(NamedTuple):
     make: Callable
     # After a first exchange the parameters are start + gain * (mean - start).
     gain: float
+    # It averages the inner optimizer's states too, so it must know them.
+    averages_states: bool = False
 
 
 METHODS = {
     "LocalSGD": Method(lowcomm.LocalSGD, 1.0),
     "LocalSGD-states": Method(
-        functools.partial(lowcomm.LocalSGD, average_states=True), 1.0
+        functools.partial(lowcomm.LocalSGD, average_states=True), 1.0, True
     ),
     "DiLoCo": Method(lowcomm.DiLoCo, 0.7 * (1 + 0.9)),
     "DiLoCo-heavy-ball": Method(
@@ -132,10 +134,10 @@ def test_between_exchanges_the_bits_are_those_of_the_inner_optimizer(method):
     assert same(parameters_of(plain), parameters_of(wrapped))
 
 
-def test_repr_names_the_method_and_its_period(method):
-    opt = method.make([scalar(1.0)], lr=0.1, sync_every=321)
-    assert type(opt).__name__ in repr(opt)
-    assert "321" in repr(opt)
+def test_repr_names_the_method_and_shows_the_groups(method):
+    opt = method.make([scalar(1.0)], lr=0.125, sync_every=3)
+    assert repr(opt).startswith(type(opt).__name__)
+    assert "lr: 0.125" in repr(opt)
 
 
 def test_zero_grad_forgets_or_zeroes(method):
@@ -272,7 +274,7 @@ def test_a_removed_hook_is_silent(method):
 
 def test_a_step_pre_hook_may_replace_the_arguments(method):
     opt = method.make([scalar(1.0)], lr=0.1, sync_every=1)
-    opt.register_step_pre_hook(lambda o, args, kwargs: ((lambda: 7.0,), {}))
+    opt.register_step_pre_hook(lambda o, args, kwargs: ((o, lambda: 7.0), {}))
     assert opt.step() == 7.0
 
 
@@ -734,7 +736,7 @@ def assert_averaged(results, gain, *, frozen=()) -> None:
 
 
 def filled(*shape, dtype=torch.float64):
-    return nn.Parameter(torch.ones(*shape, dtype=dtype))
+    return nn.Parameter(torch.ones(shape, dtype=dtype))
 
 
 ODD = {
@@ -877,6 +879,9 @@ def test_gradients_forgotten_before_the_step_change_nothing_but_the_step(method)
 
 
 def test_sparse_gradients_reach_the_inner_optimizer(method):
+    if method.averages_states:
+        pytest.skip("states of SparseAdam are made by sparse gradients only")
+
     def worker(rank, group):
         layer = nn.Embedding(6, 3, sparse=True, dtype=torch.float64)
         nn.init.ones_(layer.weight)
@@ -1143,7 +1148,7 @@ def test_a_plain_optimizers_checkpoint_warms_the_inner_one(method):
     model = network(seed=9)
     opt = method.make(model.parameters(), lr=0.1, sync_every=NEVER)
     model.load_state_dict(plain.state_dict())
-    opt.inner.load_state_dict(bare.state_dict())
+    opt.inner.load_state_dict(through_a_file(bare.state_dict()))
     assert opt.param_groups is opt.inner.param_groups
     assert opt.state is opt.inner.state
     train(plain, bare, range(3, 6))
@@ -1189,6 +1194,12 @@ RESUMED = {
 }
 
 
+def ended(model, opt):
+    """All that the next step depends on; how long the waits were is not."""
+    counted = [opt.stats.steps, opt.stats.rounds]
+    return parameters_of(model), [counted, *snapshot(tensors_of(opt.state_dict()))]
+
+
 def resumed_everywhere(make, dtype, num_workers, num_steps):
     """Trains once, and again from the state saved after each number of steps."""
 
@@ -1199,7 +1210,7 @@ def resumed_everywhere(make, dtype, num_workers, num_steps):
         for step in range(num_steps):
             states.append(through_a_file([model.state_dict(), opt.state_dict()]))
             train(model, opt, range(step, step + 1), rank)
-        return states, through_a_file([model.state_dict(), opt.state_dict()])
+        return states, ended(model, opt)
 
     results = lowcomm.simulate(straight, num_workers)
     for step in range(num_steps):
@@ -1212,7 +1223,7 @@ def resumed_everywhere(make, dtype, num_workers, num_steps):
             opt.load_state_dict(opt_state)
             assert opt.stats.steps == step
             train(model, opt, range(step, num_steps), rank)
-            return [model.state_dict(), opt.state_dict()]
+            return ended(model, opt)
 
         resumed = lowcomm.simulate(resume, num_workers)
         for rank in range(num_workers):

