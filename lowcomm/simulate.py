@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 import torch
 
 from lowcomm.sync.errors import PeerLost, SyncError
-from lowcomm.sync.group import Group, World, enter_group
+from lowcomm.sync.seam import Group, enter_group
+from lowcomm.sync.turns import World
 
 T = TypeVar("T")
 

@@ -25,8 +25,9 @@ from lowcomm.optim._streams import (
 )
 from lowcomm.sync.engine import Engine, Stats, Stream
 from lowcomm.sync.flat import Layout
-from lowcomm.sync.group import Group, resolve_group
+from lowcomm.sync.group import resolve_group
 from lowcomm.sync.schedule import Periodic
+from lowcomm.sync.seam import Group
 
 #: Key of our part in a state_dict; loaders of the inner optimizer pass over it.
 _OWN_KEY = "lowcomm"

@@ -1,5 +1,5 @@
 """When, with whom, in which bytes. Knows tensors, knows no optimizer."""
 
-from lowcomm.sync.group import Group
+from lowcomm.sync.seam import Group
 
 __all__ = ["Group"]

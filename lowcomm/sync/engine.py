@@ -20,7 +20,6 @@ from torch import Tensor
 
 from lowcomm.sync.errors import PeerMismatch, SyncError
 from lowcomm.sync.flat import Chunk, Flats, Layout
-from lowcomm.sync.group import Exchange, Group, Task
 from lowcomm.sync.mean import (
     Header,
     Outcome,
@@ -34,6 +33,7 @@ from lowcomm.sync.mean import (
 )
 from lowcomm.sync.peers import Peers, everyone
 from lowcomm.sync.schedule import Periodic
+from lowcomm.sync.seam import Exchange, Group, Task
 
 #: One part in so many of the agreed values is compared in every round.
 _FINGERPRINT_PARTS = 16

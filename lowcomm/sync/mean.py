@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from lowcomm.sync.errors import PeerMismatch
-from lowcomm.sync.group import Exchange, Group, Handle
+from lowcomm.sync.seam import Exchange, Group, Handle
 
 #: Slices begin at multiples of this many values: see `flat.CHUNK_VALUES`.
 ALIGN = 16

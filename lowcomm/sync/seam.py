@@ -1,0 +1,102 @@
+"""The seam to the network: what everything above is written against.
+
+`Group` is the only interface to other workers. A `torch.distributed` process group is
+behind it in `group.py`, threads that take turns in `turns.py`.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Generator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Handle(Protocol):
+    """A message on its way."""
+
+    peer: int
+
+    def wait(self) -> None:
+        """Returns when it has arrived or left; raises `PeerLost` if it cannot."""
+
+
+#: An exchange: yields each message that it must wait for, returns its outcome.
+Exchange = Generator[Handle, None, Any]
+
+
+class Task(ABC):
+    """An exchange that runs beside the caller."""
+
+    @abstractmethod
+    def wait(self, timeout_s: float) -> Any:
+        """The exchange's outcome.
+
+        Raises:
+            PeerLost: if it has not ended `timeout_s` seconds from now, naming the
+                worker that it waits for.
+        """
+
+
+class Group(ABC):
+    """The workers that exchange with each other, seen from one of them.
+
+    Ranks count from 0 within the group. A message is matched by its two ends and its
+    tag; messages of one tag arrive in the order in which they were sent.
+    """
+
+    rank: int
+    #: where tensors must lie to be sent
+    device: torch.device
+
+    @abstractmethod
+    def members(self, round: int) -> tuple[int, ...]:
+        """Ranks that take part in a round, sorted. Asked anew in every round."""
+
+    @abstractmethod
+    def send(self, peer: int, tensor: Tensor, tag: int) -> Handle:
+        """Sends a contiguous tensor; it must not change until the handle is done."""
+
+    @abstractmethod
+    def recv(self, peer: int, tensor: Tensor, tag: int) -> Handle:
+        """Receives into a contiguous tensor, which is updated."""
+
+    @abstractmethod
+    def run(self, exchange: Exchange) -> Task:
+        """Drives an exchange beside the user's computing; one after another."""
+
+    @abstractmethod
+    def new_lane(self) -> int:
+        """A number for the tags of one engine, the same on all workers."""
+
+    def commit(self, round: int) -> bool:
+        """Whether a round that ended here may be applied everywhere."""
+        del round
+        return True
+
+    def now(self) -> float:
+        """Seconds on the clock of waits."""
+        return time.monotonic()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Group:
+        # A copied optimizer talks to the same workers; sockets have no copies.
+        return self
+
+
+_current: contextvars.ContextVar[Group | None] = contextvars.ContextVar(
+    "lowcomm_group", default=None
+)
+
+
+def enter_group(group: Group) -> None:
+    """Makes `group` the one that this thread's optimizers find by themselves."""
+    _current.set(group)
+
+
+def current_group() -> Group | None:
+    """The group that `enter_group` has set in this thread."""
+    return _current.get()

@@ -1,0 +1,257 @@
+"""Workers of one process that take turns."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lowcomm.sync.errors import PeerLost, SyncError
+from lowcomm.sync.seam import Exchange, Group, Handle, Task
+
+
+class World:
+    """Workers of one process, of which one runs at a time.
+
+    The turn passes only when its holder cannot go on, in rank order, and takes the
+    random number generators' states with it: a run is the same every time.
+
+    Args:
+        num_workers: how many there are.
+    """
+
+    def __init__(self, num_workers: int) -> None:
+        self.num_workers = num_workers
+        self._mail: dict[tuple[int, int, int], deque[Tensor]] = {}
+        self._tasks: list[_TurnTask] = []
+        self._turns = [threading.Semaphore(0) for _ in range(num_workers)]
+        self._alive = set(range(num_workers))
+        self._rng: dict[int, Any] = {}
+        self._stalled = 0
+        self._lanes = [itertools.count() for _ in range(num_workers)]
+        self._stopped = False
+
+    def group(self, rank: int) -> LocalGroup:
+        """The group as worker `rank` sees it."""
+        return LocalGroup(self, rank)
+
+    def enter(self, rank: int) -> None:
+        """Called by a worker's thread: waits for its first turn."""
+        self._turns[rank].acquire()
+        _set_rng_state(self._rng[rank])
+
+    @contextmanager
+    def running(self, threads: Sequence[threading.Thread]) -> Iterator[None]:
+        """Starts the workers' threads; every one begins with the caller's generators.
+
+        An exception that leaves makes all of them end at their next wait.
+        """
+        before = _rng_state()
+        self._rng = dict.fromkeys(range(self.num_workers), before)
+        for thread in threads:
+            thread.start()
+        self._turns[0].release()
+        try:
+            yield
+        except BaseException:
+            self._stopped = True
+            raise
+        finally:
+            _set_rng_state(before)
+
+    def leave(self, rank: int) -> None:
+        """Called by a worker's thread when it has ended."""
+        self._alive.discard(rank)
+        self._stalled = 0
+        if self._alive:
+            self._turns[self._next(rank)].release()
+
+    def wait(self, rank: int, task: _TurnTask) -> None:
+        """Lets others run until the task is done."""
+        while True:
+            self._pump()
+            if task.done:
+                return
+            if self._stopped:
+                raise SyncError("the simulation was stopped")
+            self._stalled += 1
+            if self._stalled > len(self._alive):
+                # Everybody waits and nothing moves: no time would change that.
+                raise PeerLost(
+                    f"rank {task.peer} will never answer rank {rank}: it "
+                    + ("waits too." if task.peer in self._alive else "has ended.")
+                )
+            following = self._next(rank)
+            if following != rank:
+                self._rng[rank] = _rng_state()
+                self._turns[following].release()
+                self._turns[rank].acquire()
+                _set_rng_state(self._rng[rank])
+
+    def post(self, source: int, target: int, tag: int, tensor: Tensor) -> None:
+        """Puts a message where its receiver finds it."""
+        key = (source, target, tag)
+        self._mail.setdefault(key, deque()).append(tensor.clone())
+        self._stalled = 0
+
+    def take(self, source: int, target: int, tag: int) -> Tensor | None:
+        """The oldest message for a receiver, if there is one."""
+        key = (source, target, tag)
+        if key not in self._mail:
+            return None
+        message = self._mail[key].popleft()
+        if not self._mail[key]:
+            del self._mail[key]
+        return message
+
+    def add(self, task: _TurnTask) -> None:
+        """Takes a task among those that are driven."""
+        self._tasks.append(task)
+
+    def new_lane(self, rank: int) -> int:
+        """A number that counts the engines of each worker."""
+        return next(self._lanes[rank])
+
+    def _pump(self) -> None:
+        """Drives every exchange as far as it goes; of one worker, one at a time."""
+        moved = True
+        while moved:
+            moved = False
+            busy: set[int] = set()
+            for task in list(self._tasks):
+                if task.rank not in busy:
+                    moved |= task.advance()
+                    busy.add(task.rank)
+                if task.done:
+                    self._tasks.remove(task)
+            if moved:
+                self._stalled = 0
+
+    def _next(self, rank: int) -> int:
+        return min(self._alive, key=lambda other: (other - rank - 1) % self.num_workers)
+
+
+def _rng_state() -> tuple[Tensor, Any, Any]:
+    return torch.get_rng_state(), np.random.get_state(), random.getstate()
+
+
+def _set_rng_state(state: tuple[Tensor, Any, Any]) -> None:
+    torch.set_rng_state(state[0])
+    np.random.set_state(state[1])
+    random.setstate(state[2])
+
+
+class LocalGroup(Group):
+    """A worker of a `World`."""
+
+    def __init__(self, world: World, rank: int) -> None:
+        self._world = world
+        self.rank = rank
+        self.device = torch.device("cpu")
+
+    def members(self, round: int) -> tuple[int, ...]:
+        return tuple(range(self._world.num_workers))
+
+    def new_lane(self) -> int:
+        return self._world.new_lane(self.rank)
+
+    def send(self, peer: int, tensor: Tensor, tag: int) -> Handle:
+        self._world.post(self.rank, peer, tag, tensor)
+        return _Sent(peer)
+
+    def recv(self, peer: int, tensor: Tensor, tag: int) -> Handle:
+        return _Letter(self._world, peer, self.rank, tensor, tag)
+
+    def run(self, exchange: Exchange) -> Task:
+        task = _TurnTask(self._world, self.rank, exchange)
+        self._world.add(task)
+        return task
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self._world.num_workers > 1:
+            raise TypeError(
+                "group must be None for the optimizer to be pickled, got a simulated "
+                "worker's. Save `state_dict()` instead."
+            )
+        return (alone, ())
+
+
+class _Sent:
+    def __init__(self, peer: int) -> None:
+        self.peer = peer
+
+    def ready(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        pass
+
+
+class _Letter:
+    def __init__(
+        self, world: World, peer: int, rank: int, tensor: Tensor, tag: int
+    ) -> None:
+        self.peer = peer
+        self._key = (peer, rank, tag)
+        self._world = world
+        self._tensor: Tensor | None = tensor
+
+    def ready(self) -> bool:
+        if self._tensor is not None:
+            message = self._world.take(*self._key)
+            if message is None:
+                return False
+            self._tensor.copy_(message)
+            self._tensor = None
+        return True
+
+    def wait(self) -> None:
+        assert self.ready()
+
+
+class _TurnTask(Task):
+    def __init__(self, world: World, rank: int, exchange: Exchange) -> None:
+        self._world = world
+        self.rank = rank
+        self._exchange = exchange
+        self._awaited: Any = None
+        self.done = False
+        self._outcome: Any = None
+        self._error: BaseException | None = None
+
+    @property
+    def peer(self) -> int | None:
+        return None if self._awaited is None else self._awaited.peer
+
+    def advance(self) -> bool:
+        """Goes on until a message is missing; says whether it went on at all."""
+        moved = False
+        try:
+            with torch.no_grad():
+                while self._awaited is None or self._awaited.ready():
+                    self._awaited = next(self._exchange)
+                    moved = True
+        except StopIteration as stop:
+            self.done, self._outcome, moved = True, stop.value, True
+        except BaseException as error:
+            self.done, self._error, moved = True, error, True
+        return moved
+
+    def wait(self, timeout_s: float) -> Any:
+        self._world.wait(self.rank, self)
+        if self._error is not None:
+            raise self._error
+        return self._outcome
+
+
+def alone() -> Group:
+    """A world of one: the same path as many, and no `torch.distributed`."""
+    return World(1).group(0)
