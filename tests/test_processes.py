@@ -92,7 +92,7 @@ NUM_STEPS = 11
 
 def train_and_save(rank, folder, first_step, victim, last_step_of_victim):
     """Saves each step; the victim kills itself in mid-round, others report the loss."""
-    fleet = built(timeout_s=20)
+    fleet = built(timeout_s=10)
     if first_step:
         states = torch.load(Path(folder, f"{rank}-{first_step}.pt"), weights_only=True)
         for name, (model, opt) in fleet.items():
@@ -160,7 +160,7 @@ def test_killed_twice_and_resumed_is_never_stopped(num_workers, tmp_path):
             assert step == last_step // SYNC_EVERY * SYNC_EVERY + SYNC_EVERY - 1
             assert re.search(rf"\b(rank|worker)s? {victim}\b", message), message
             assert intact
-            assert seconds < 15
+            assert seconds < 11
         first_step = min(
             max(int(file.stem.split("-")[1]) for file in tmp_path.glob(f"{rank}-*.pt"))
             for rank in range(num_workers)
