@@ -42,11 +42,14 @@ def simulate(worker: Callable[[int, Group], T], num_workers: int) -> list[T]:
         The workers' results in rank order.
 
     Raises:
+        TypeError: if `worker` cannot be called.
         ValueError: if `num_workers` is less than 1.
         BaseException: a worker's own exception, as it is, with the rank as a note;
             several as an `ExceptionGroup`. A `SyncError` only if there is no other: it
             is what one worker's end causes in the rest.
     """
+    if not callable(worker):
+        raise TypeError(f"worker must be a function (rank, group), got {worker!r}.")
     if not isinstance(num_workers, int) or num_workers < 1:
         raise ValueError(f"num_workers must be at least 1, got {num_workers=}.")
     world = World(num_workers)

@@ -442,6 +442,14 @@ def test_several_round_hooks_are_called_in_order():
     assert calls == ["first", "second"]
 
 
+def test_a_removed_round_hook_is_silent():
+    opt = lowcomm.LocalSGD(sgd(x := scalar(1.0)), sync_every=1)
+    calls = []
+    opt.register_round_hook(calls.append).remove()
+    slide(x, opt)
+    assert calls == []
+
+
 def test_the_outer_rate_can_be_set_during_a_run():
     x = scalar(10.0)
     opt = lowcomm.DiLoCo(sgd(x), sync_every=1, outer_lr=0.5, outer_momentum=0.0)
@@ -701,6 +709,37 @@ def test_the_adam_moments_of_a_healed_worker_are_finite_again(make):
         assert all(t.isfinite().all() for t in parameters)
         assert all(t.isfinite().all() for t in tensors_of(state))
         assert all(entry["step"] == 8 for entry in state)
+
+
+@every_method
+def test_a_worker_that_is_not_finite_at_the_end_is_healed_by_finish(make):
+    def worker(rank, group):
+        x = scalar(0.0)
+        opt = make(sgd(x), sync_every=4)
+        slide(x, opt, math.nan if rank == 1 else 1.0)
+        opt.finish()
+        return x.item()
+
+    first, second, third = lowcomm.simulate(worker, 3)
+    assert math.isfinite(first)
+    assert first == second == third
+
+
+def test_a_moment_that_is_not_finite_is_left_out_of_the_averaged_moments():
+    def worker(rank, group):
+        x = scalar(0.0)
+        opt = lowcomm.LocalSGD(sgd(x, momentum=0.5), sync_every=2, average_states=True)
+        slide(x, opt, 1.0 + rank)
+        if rank == 1:
+            opt.state[x]["momentum_buffer"].fill_(math.inf)
+            x.grad = None  # no step of this parameter: its value stays finite
+            opt.step()
+        else:
+            slide(x, opt, 0.0)
+        return opt.state[x]["momentum_buffer"].item(), x.isfinite().item()
+
+    # Half of 1 and half of 3, on average.
+    assert lowcomm.simulate(worker, 3) == [(1.0, True)] * 3
 
 
 @pytest.mark.parametrize("num_workers", [1, 2, 3])

@@ -248,6 +248,19 @@ def test_the_schedule_of_the_inner_rate_leaves_the_outer_rate_alone():
     assert opt.outer_lr == 0.5
 
 
+def test_a_scheduler_attached_to_the_inner_optimizer_before_still_drives_it(method):
+    x = scalar(0.0)
+    inner = torch.optim.SGD([x], lr=1.0)
+    scheduler = lr_scheduler.StepLR(inner, 1, gamma=0.5)
+    opt = method.make(inner, sync_every=NEVER)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(3):
+            slide(x, opt)
+            scheduler.step()
+    assert x.item() == -1.75
+
+
 # Hooks
 
 
@@ -424,6 +437,20 @@ def test_an_overflow_on_one_worker_leaves_the_workers_in_phase(method, inner, un
     assert first[1] == second[1] >= 3
     assert all(t.isfinite().all() for t in first[2])
     assert same(first[2], second[2])
+
+
+def test_a_scaled_loop_over_several_optimizers_skips_all_or_none(method):
+    model = network(dtype=torch.float32)
+    opt = method.make(matrices_and_vectors(model), sync_every=NEVER)
+    start = parameters_of(model)
+    # Infinite in a matrix only; the vectors' optimizer must hold still too.
+    scaled_loop(model, opt, steps=1, poisoned=(0,))
+    assert same(parameters_of(model), start)
+    scaled_loop(model, opt, steps=1)
+    assert not any(
+        torch.equal(a, b) for a, b in zip(parameters_of(model), start, strict=True)
+    )
+    assert opt.stats.steps == 2
 
 
 def test_a_disabled_scaler_is_no_scaler(method):
@@ -1136,6 +1163,35 @@ def test_a_dictionary_of_other_parameters_is_refused(method):
     other = method.make([scalar(1.0)], lr=0.1, sync_every=2)
     with pytest.raises(ValueError):
         other.load_state_dict(opt.state_dict())
+
+
+def test_torchs_distributed_checkpoint_takes_no_step_of_ours(method):
+    """On a fresh optimizer it makes one step with zero gradients to create state."""
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    model = network()
+    opt = method.make(model.parameters(), lr=0.1, sync_every=1)
+    before = parameters_of(model)
+    state = get_optimizer_state_dict(model, opt)
+    assert len(state["state"]) == 4
+    assert (opt.stats.steps, opt.stats.rounds) == (0, 0)
+    assert same(parameters_of(model), before)
+    train(model, opt, range(1))
+    assert (opt.stats.steps, opt.stats.rounds > 0) == (1, True)
+
+
+def test_a_compiled_inner_step_is_still_the_inner_step(method):
+    plain, wrapped = network(), network()
+    bare = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    train(plain, method.make(bare, sync_every=2), range(4))
+    opt = method.make(
+        torch.optim.SGD(wrapped.parameters(), lr=0.1, momentum=0.9), sync_every=2
+    )
+    opt.inner.step = torch.compile(opt.inner.step, backend="eager")
+    train(wrapped, opt, range(4))
+    torch.testing.assert_close(
+        parameters_of(plain), parameters_of(wrapped), rtol=0, atol=1e-12
+    )
 
 
 # Warm starts

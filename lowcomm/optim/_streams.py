@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lowcomm.optim._states import States
@@ -87,18 +88,25 @@ class Anchored(Stream):
     Args:
         update: the outer update.
         has_momentum: whether it uses an outer momentum.
+        device: where anchor and momentum live; beside the parameters if None.
         args, kwargs: of `Stream`.
     """
 
     has_parameters = True
 
     def __init__(
-        self, update: OuterUpdate, has_momentum: bool, *args: Any, **kwargs: Any
+        self,
+        update: OuterUpdate,
+        has_momentum: bool,
+        device: torch.device | None,
+        *args: Any,
+        **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         self._update = update
-        self.agreed = self.anchor = self.layout.new()
-        self.momentum = self.layout.new() if has_momentum else None
+        self._device = device
+        self.agreed = self.anchor = self.layout.new(device)
+        self.momentum = self.layout.new(device) if has_momentum else None
 
     def start_(self) -> None:
         for chunk in self.layout.chunks:
@@ -110,6 +118,7 @@ class Anchored(Stream):
     def apply_(self, chunk: Chunk, result: Tensor, *, keep: bool) -> None:
         anchor = self.anchor[chunk]
         momentum = None if self.momentum is None else self.momentum[chunk]
+        result = result.to(anchor.device)
         if keep:
             own = self.layout.gather_(chunk, anchor.clone()).sub_(anchor)
             self._update(anchor, result, momentum)
@@ -121,8 +130,9 @@ class Anchored(Stream):
     def extend_(self, tensors: Mapping[str, Tensor]) -> None:
         state = self.state()
         super().extend_(tensors)
-        self.agreed = self.anchor = self.layout.new()
-        self.momentum = None if self.momentum is None else self.layout.new()
+        self.agreed = self.anchor = self.layout.new(self._device)
+        if self.momentum is not None:
+            self.momentum = self.layout.new(self._device)
         self.locate()
         self.start_()
         self.load_(state)

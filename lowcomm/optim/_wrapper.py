@@ -159,12 +159,18 @@ class AbstractWrapper(Optimizer):
     def _weigh(self, steps: int) -> float:
         if self._weight == "equal":
             return 1.0
-        weight = float(steps if self._weight == "steps" else self._weight())  # type: ignore[operator]
-        if not (math.isfinite(weight) and weight >= 0):
+        if not callable(self._weight):
+            return float(steps)
+        weight = self._weight()
+        try:
+            is_weight = math.isfinite(weight) and weight >= 0
+        except TypeError:
+            is_weight = False
+        if not is_weight:
             raise ValueError(
-                f"weight must return a finite number of at least 0, got {weight}."
+                f"weight must return a finite number of at least 0, got {weight!r}."
             )
-        return weight
+        return float(weight)
 
     def _settings(self) -> dict[str, Any]:
         """What a run is made of besides its tensors, in plain types."""
@@ -430,6 +436,8 @@ class AbstractWrapper(Optimizer):
 
     def register_round_hook(self, hook: Callable[[Stats], None]) -> RemovableHandle:
         """Calls `hook(stats)` after each applied round, until the handle is removed."""
+        if not callable(hook):
+            raise TypeError(f"hook must be a function of the stats, got {hook!r}.")
         handle = RemovableHandle(self._engine.hooks)
         self._engine.hooks[handle.id] = hook
         return handle
@@ -555,6 +563,8 @@ def _named_buffers(
         return {}
     if isinstance(buffers, nn.Module):
         return {f"buffer {name}": buffer for name, buffer in buffers.named_buffers()}
+    if not isinstance(buffers, Iterable):
+        raise TypeError(f"buffers must be a module or tensors, got {buffers!r}.")
     tensors = list(buffers)
     for tensor in tensors:
         if not isinstance(tensor, Tensor):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lowcomm.optim._outer import heavy_ball_, nesterov_, plain_
@@ -16,7 +17,7 @@ from lowcomm.optim._states import States
 from lowcomm.optim._streams import Anchored
 from lowcomm.optim._wrapper import AbstractWrapper
 from lowcomm.sync.engine import Stream
-from lowcomm.sync.flat import Layout
+from lowcomm.sync.flat import Layout, check_device
 from lowcomm.sync.schedule import Periodic, check_period
 
 
@@ -51,6 +52,8 @@ class DiLoCo(AbstractWrapper):
             rounds: in the long run the outer step is :math:`\eta/(1-\mu)`, seven times
             the mean displacement. Take less for a few dozen rounds.
         nesterov: Nesterov momentum; else heavy ball.
+        anchor_device: where anchor and outer momentum live; beside the parameters if
+            None.
         common: `group`, `weight`, `buffers`, `bucket_bytes`, `timeout_s`, `init_sync`
             as in `AbstractWrapper`, and keywords of AdamW.
 
@@ -69,6 +72,7 @@ class DiLoCo(AbstractWrapper):
         outer_lr: float = 0.7,
         outer_momentum: float = 0.9,
         nesterov: bool = True,
+        anchor_device: torch.device | str | None = None,
         **common: Any,
     ) -> None:
         self.sync_every = check_period("sync_every", sync_every)
@@ -80,6 +84,7 @@ class DiLoCo(AbstractWrapper):
         self.outer_momentum = outer_momentum
         self.nesterov = nesterov
         self._first_outer_lr = outer_lr
+        self._anchor_device = check_device("anchor_device", anchor_device)
         super().__init__(params, **common)
 
     @property
@@ -103,9 +108,16 @@ class DiLoCo(AbstractWrapper):
         }
 
     def _streams(self, params: dict[str, Tensor], states: States) -> list[Stream]:
-        schedule, layout = Periodic(self.sync_every), Layout(params)
-        has_momentum = self.outer_momentum > 0
-        return [Anchored(self._outer_, has_momentum, "parameters", layout, schedule)]
+        return [
+            Anchored(
+                self._outer_,
+                self.outer_momentum > 0,
+                self._anchor_device,
+                "parameters",
+                Layout(params),
+                Periodic(self.sync_every),
+            )
+        ]
 
     def _outer_(self, anchor: Tensor, delta: Tensor, momentum: Tensor | None) -> None:
         lr, beta = self.outer_lr, self.outer_momentum

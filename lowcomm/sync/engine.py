@@ -10,7 +10,9 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import logging
 from abc import ABC, abstractmethod
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -35,8 +37,12 @@ from lowcomm.sync.peers import Peers, everyone
 from lowcomm.sync.schedule import Periodic
 from lowcomm.sync.seam import Exchange, Group, Task
 
+_log = logging.getLogger(__name__)
+
 #: One part in so many of the agreed values is compared in every round.
 _FINGERPRINT_PARTS = 16
+
+_NOT_FINITE = "round %d of %r goes without %s share: it is not finite"
 
 
 class Stream(ABC):
@@ -171,7 +177,8 @@ class Engine:
     ) -> None:
         self.group = group
         self.started = False
-        self.hooks: dict[int, Callable[[Stats], None]] = {}
+        # A dict subclass: torch's RemovableHandle refers to it weakly.
+        self.hooks: OrderedDict[int, Callable[[Stats], None]] = OrderedDict()
         self._weight = weight
         self._timeout_s = timeout_s
         self._bucket_bytes = bucket_bytes
@@ -260,6 +267,9 @@ class Engine:
             self._stats.bytes_sent += outcome.bytes_sent
             applied = bool(outcome.included) and self.group.commit(progress.round)
             healed = not finite
+            _log_left_out(progress, outcome)
+        elif not finite:
+            _log.warning(_NOT_FINITE, progress.round, progress.stream.name, "this")
         if applied:
             stream = progress.stream
             for chunk in stream.layout.chunks:
@@ -487,6 +497,14 @@ def _number(text: str) -> int:
     """A positive 63-bit number for a text, the same in every process."""
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest) >> 1 or 1
+
+
+def _log_left_out(progress: _Progress, outcome: Outcome) -> None:
+    """Says whose shares were not finite."""
+    for rank, header in outcome.headers.items():
+        if not header.contributes and not header.finished:
+            name = f"rank {rank}'s"
+            _log.warning(_NOT_FINITE, progress.round, progress.stream.name, name)
 
 
 def _fingerprint(values: Sequence[Tensor]) -> int:

@@ -79,6 +79,16 @@ def outer_dtype(dtype: torch.dtype) -> torch.dtype:
     return real if real.itemsize >= 4 or not real.is_floating_point else torch.float32
 
 
+def check_device(name: str, device: object) -> torch.device | None:
+    """Returns the device that an argument means, raises in its name if none."""
+    if device is None:
+        return None
+    try:
+        return torch.device(device)  # type: ignore[call-overload, no-any-return]
+    except (RuntimeError, TypeError):
+        raise ValueError(f"{name} must be a device or None, got {device!r}.") from None
+
+
 class Flats:
     """One flat tensor per dtype and device of a layout, addressed by chunk."""
 
@@ -146,10 +156,13 @@ class Layout:
         """Size of the flat buffers in all."""
         return sum(size * dtype.itemsize for size, dtype, _ in self._shapes)
 
-    def new(self) -> Flats:
-        """Flat buffers of zeros."""
+    def new(self, device: torch.device | None = None) -> Flats:
+        """Flat buffers of zeros, on another device than their tensors' if given."""
         return Flats(
-            [torch.zeros(n, dtype=dtype, device=dev) for n, dtype, dev in self._shapes]
+            [
+                torch.zeros(n, dtype=dtype, device=device or own)
+                for n, dtype, own in self._shapes
+            ]
         )
 
     def empty(self) -> Flats:
@@ -204,11 +217,14 @@ class Layout:
         views = self._views[chunk.number]
         if len(views) == 1:
             return out.copy_(views[0])
+        if out.device != views[0].device:
+            return out.copy_(torch.cat(views))
         return torch.cat(views, out=out)
 
     def subtract_from_(self, chunk: Chunk, minuend: Tensor, out: Tensor) -> None:
         """Writes `minuend` minus the chunk's tensor values into `out`."""
         views = self._views[chunk.number]
+        minuend = minuend.to(out.device)
         if len(views) <= _FEW:  # one pass less; many small calls would cost more
             sizes = self._sizes[chunk.number]
             for view, left, difference in zip(
@@ -227,6 +243,7 @@ class Layout:
         if len(views) == 1:
             views[0].copy_(values)
         else:
+            values = values.to(views[0].device)
             sizes = self._sizes[chunk.number]
             torch._foreach_copy_(views, torch.split_with_sizes(values, sizes))
 
