@@ -1180,20 +1180,6 @@ def test_torchs_distributed_checkpoint_takes_no_step_of_ours(method):
     assert (opt.stats.steps, opt.stats.rounds > 0) == (1, True)
 
 
-def test_a_compiled_inner_step_is_still_the_inner_step(method):
-    plain, wrapped = network(), network()
-    bare = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
-    train(plain, method.make(bare, sync_every=2), range(4))
-    opt = method.make(
-        torch.optim.SGD(wrapped.parameters(), lr=0.1, momentum=0.9), sync_every=2
-    )
-    opt.inner.step = torch.compile(opt.inner.step, backend="eager")
-    train(wrapped, opt, range(4))
-    torch.testing.assert_close(
-        parameters_of(plain), parameters_of(wrapped), rtol=0, atol=1e-12
-    )
-
-
 # Warm starts
 
 

@@ -134,15 +134,15 @@ class Anchored(Stream):
         if self.momentum is not None:
             self.momentum = self.layout.new(self._device)
         self.locate()
-        self.start_()
         self.load_(state)
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         return {kind: self.layout.read(flats) for kind, flats in self._kept().items()}
 
     def load_(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
+        self.start_()  # for what the state lacks, from here
         for kind, flats in self._kept().items():
-            self.layout.write_(flats, state[kind])
+            self.layout.write_(flats, state.get(kind, {}))
 
     def _kept(self) -> dict[str, Flats]:
         kept = {"anchor": self.anchor, "momentum": self.momentum}

@@ -107,7 +107,7 @@ class Stream(ABC):
         return {}
 
     def load_(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:  # noqa: B027
-        """Copies the tensors of `state()` back."""
+        """Copies the tensors of `state()` back, as far as they are there."""
 
 
 @dataclass
@@ -423,16 +423,20 @@ class Engine:
         self.started = state["started"]
         self._clock = state["clock"]
         self._stats = Stats(**state["stats"])
+        # Tensors go by their own names: streams may be cut differently.
+        tensors: dict[str, dict[str, Tensor]] = {}
+        for saved in state["streams"].values():
+            for kind, named in saved["tensors"].items():
+                tensors.setdefault(kind, {}).update(named)
         for progress in self._progress:
-            saved = state["streams"].get(progress.stream.name)
-            if saved is None:
-                continue
-            progress.due = saved["due"]
-            progress.round = saved["round"]
-            progress.settled_at = saved["settled_at"]
+            after = progress.stream.schedule.after(self._clock)
+            saved = state["streams"].get(progress.stream.name, {})
+            progress.due = saved.get("due", after)
+            progress.round = saved.get("round", 0)
+            progress.settled_at = saved.get("settled_at", self._stats.steps)
             progress.verified = False
             progress.stream.locate()
-            progress.stream.load_(saved["tensors"])
+            progress.stream.load_(tensors)
         self._next = self._next_due()
 
     # ------------------------------------------------------------------ helpers
