@@ -801,6 +801,47 @@ def test_every_element_of_an_odd_parameter_is_averaged(method, parameters):
     assert_averaged(displaced(parameters, method), method.gain)
 
 
+def test_complex_parameters_are_averaged(method):
+    def worker(rank, group):
+        x = nn.Parameter(torch.tensor([1 + 2j, 3 - 1j], dtype=torch.complex128))
+        opt = method.make(torch.optim.SGD([x], lr=1.0), sync_every=1)
+        x.grad = torch.full_like(x, (1 + 2j) * (1 + 2 * rank))
+        opt.step()
+        return snapshot(x)
+
+    first, second = lowcomm.simulate(worker, 2)
+    assert torch.equal(first, second)
+    # Displacements of 1 + 2j and of three times as much.
+    expected = torch.tensor([1 + 2j, 3 - 1j]) - method.gain * (2 + 4j)
+    torch.testing.assert_close(first, expected.to(first.dtype), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_every_element_of_large_tensors_is_averaged(method, dtype):
+    """Work is done in pieces; what lies across their bounds must not be lost."""
+    sizes = [262_143, 2, 262_144, 600_001, 1, 262_145]
+
+    def pattern(n, rank):
+        return ((torch.arange(n) % 61) / 64 * (1 + 2 * rank)).to(dtype)
+
+    def worker(rank, group):
+        ps = [filled(n, dtype=dtype) for n in sizes]
+        opt = method.make(
+            torch.optim.SGD(ps, lr=1.0), sync_every=1, bucket_bytes=100_000
+        )
+        for p in ps:
+            p.grad = pattern(len(p), rank)
+        opt.step()
+        return [p.detach() for p in ps]
+
+    first, second = lowcomm.simulate(worker, 2)
+    rounding = 4 * torch.finfo(dtype).eps
+    for n, a, b in zip(sizes, first, second, strict=True):
+        assert torch.equal(a, b)
+        expected = 1 - method.gain * 2 * pattern(n, 0).double()
+        torch.testing.assert_close(a.double(), expected, rtol=0, atol=rounding)
+
+
 def test_memory_layout_and_address_stay(method):
     """Rebinding a parameter to new storage breaks views, graphs and fused state."""
     ps = [p for make in ODD.values() for p in make()]

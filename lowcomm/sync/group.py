@@ -22,6 +22,12 @@ _lanes: weakref.WeakKeyDictionary[Any, itertools.count[int]] = (
     weakref.WeakKeyDictionary()
 )
 
+# Messages under way. gloo cannot cancel: it writes to a receiver's memory when the message
+# comes, whether or not anybody still waits for it, and forgets what was to be sent with
+# the handle. So handles stay here until they are done, also after their group has failed:
+# the others must get what was sent to learn who is missing.
+_open: dict[int, _TorchHandle] = {}
+
 
 class TorchGroup(Group):
     """A `torch.distributed` process group: gloo, NCCL, or whatever torch has.
@@ -54,9 +60,6 @@ class TorchGroup(Group):
         if not self._is_gloo and torch.accelerator.is_available():
             self.device = torch.accelerator.current_accelerator() or self.device
         self._unposted: list[tuple[_TorchHandle, Callable[..., Any], int, int]] = []
-        # gloo cannot cancel: memory of a message that nobody waits for any more is
-        # written to when it comes, so every handle stays here until it is done.
-        self._open: dict[int, _TorchHandle] = {}
         self._tasks: queue.SimpleQueue[_ThreadTask | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
@@ -76,7 +79,7 @@ class TorchGroup(Group):
         self, op: Callable[..., Any], peer: int, tensor: Tensor, tag: int
     ) -> _TorchHandle:
         handle = _TorchHandle(self, peer, tensor)
-        self._open[id(handle)] = handle
+        _open[id(handle)] = handle
         if self._is_gloo:
             post = self._group.send if op is dist.isend else self._group.recv
             handle.works = [_or_lost(peer, lambda: post([tensor], peer, tag))]
@@ -132,7 +135,7 @@ class _TorchHandle:
             _or_lost(self.peer, work.wait)
         # A finished Work keeps the sockets of its group open.
         self.works = []
-        self._group._open.pop(id(self), None)
+        _open.pop(id(self), None)
 
 
 def _or_lost(peer: int, call: Callable[[], Any]) -> Any:
