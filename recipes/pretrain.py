@@ -143,14 +143,15 @@ def mean_over_workers(value: Tensor) -> float:
 
 def join_workers() -> torch.device:
     """Joins the workers that torchrun started, or makes a group of one."""
+    device, backend = torch.device("cpu"), "gloo"
+    if torch.cuda.is_available():
+        device, backend = torch.device("cuda", local_rank()), "cpu:gloo,cuda:nccl"
+        torch.cuda.set_device(device)
     if "WORLD_SIZE" in os.environ:
-        dist.init_process_group()
+        dist.init_process_group(backend)
     else:
-        dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    torch.cuda.set_device(local_rank())
-    return torch.device("cuda", local_rank())
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    return device
 
 
 def local_rank() -> int:
@@ -245,8 +246,10 @@ def train(config: Config, device: torch.device) -> None:
         for name, part in parts.items():
             part.load_state_dict(saved[name])
 
-    step_tokens = world * config.accumulate * config.batch_size * config.context
-    report = Report(out, start, config.num_steps, step_tokens) if rank == 0 else None
+    report = None
+    if rank == 0:
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+        report = Report(out, config, workers=world, parameters=parameters, start=start)
     with report or nullcontext():
         for step in range(start + 1, config.num_steps + 1):
             for micro_step in range(1, config.accumulate + 1):

@@ -3,6 +3,7 @@
 import json
 import os
 import time
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol
@@ -10,6 +11,7 @@ from typing import Protocol
 from rich.console import Console
 from rich.filesize import decimal
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from runs import Config
 
 
 class Stats(Protocol):
@@ -21,9 +23,9 @@ class Stats(Protocol):
 
 
 class Report:
-    """Writes rank 0's metrics, and shows them as a bar or, in a file, line by line.
+    """Writes rank 0's metrics, and shows them as a bar or, to a file, line by line.
 
-    A line of metrics has these keys, of the same meaning in every method:
+    run.json says what is run; a line of metrics.jsonl has these keys, of the same meaning in every method:
 
         step         optimizer steps of each worker
         tokens       trained on so far, by all workers together
@@ -37,13 +39,19 @@ class Report:
         val_loss     of the global parameters; null: not taken at this step
     """
 
-    def __init__(self, out: Path, start: int, num_steps: int, step_tokens: int) -> None:
+    def __init__(
+        self, out: Path, config: Config, *, workers: int, parameters: int, start: int
+    ) -> None:
         out.mkdir(parents=True, exist_ok=True)
+        facts = {"workers": workers, "parameters": parameters, **asdict(config)}
+        (out / "run.json").write_text(json.dumps(facts, default=str, indent=1) + "\n")
         file = out / "metrics.jsonl"
         keep_lines_until(file, start)
         self._file = open(file, "a", encoding="utf-8")
-        self._step_tokens = step_tokens
-        self._num_steps = num_steps
+        self._step_tokens = (
+            workers * config.accumulate * config.batch_size * config.context
+        )
+        self._num_steps = config.num_steps
         console = Console()
         self._bar = Progress(
             BarColumn(),
@@ -52,7 +60,7 @@ class Report:
             console=console,
             disable=not console.is_terminal,
         )
-        self._task = self._bar.add_task("", total=num_steps, completed=start)
+        self._task = self._bar.add_task("", total=config.num_steps, completed=start)
         self._last_step = start
         self._began = self._last_time = time.perf_counter()
 

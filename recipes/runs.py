@@ -98,8 +98,9 @@ class Config:
                 raise ValueError(f"{name} must be at least 1, got {name}={value}.")
         if self.eval_every % self.log_every:
             raise ValueError(
-                f"eval_every must be a multiple of log_every, got eval_every={self.eval_every} "
-                f"with log_every={self.log_every}. Validation is reported in a line of metrics."
+                "eval_every must be a multiple of log_every, got "
+                f"eval_every={self.eval_every} with log_every={self.log_every}. A "
+                "validation is part of a line of metrics."
             )
 
 

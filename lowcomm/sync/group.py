@@ -22,10 +22,10 @@ _lanes: weakref.WeakKeyDictionary[Any, itertools.count[int]] = (
     weakref.WeakKeyDictionary()
 )
 
-# Messages under way. gloo cannot cancel: it writes to a receiver's memory when the message
-# comes, whether or not anybody still waits for it, and forgets what was to be sent with
-# the handle. So handles stay here until they are done, also after their group has failed:
-# the others must get what was sent to learn who is missing.
+# Messages under way. gloo cannot cancel: it writes to a receiver's memory when the
+# message comes, whether or not anybody still waits, and forgets what was to be sent with
+# the handle. So handles stay here until they are done, also after their group has
+# failed: the others must get what was sent to learn who is missing.
 _open: dict[int, _TorchHandle] = {}
 
 
@@ -82,7 +82,11 @@ class TorchGroup(Group):
         _open[id(handle)] = handle
         if self._is_gloo:
             post = self._group.send if op is dist.isend else self._group.recv
-            handle.works = [_or_lost(peer, lambda: post([tensor], peer, tag))]
+            try:
+                handle.works = [post([tensor], peer, tag)]
+            except RuntimeError as error:
+                # Raised when it is awaited: messages to the others go out before.
+                handle.error = error
         else:
             # NCCL deadlocks when two workers each send before they receive; a batch
             # is posted as one. It goes out when the first of its messages is awaited.
@@ -127,24 +131,24 @@ class _TorchHandle:
         self.peer = peer
         self.tensor = tensor
         self.works: list[Any] | None = None
+        self.error: RuntimeError | None = None
 
     def wait(self) -> None:
-        if self.works is None:
-            _or_lost(self.peer, self._group._flush)
-        for work in self.works or ():
-            _or_lost(self.peer, work.wait)
-        # A finished Work keeps the sockets of its group open.
-        self.works = []
-        _open.pop(id(self), None)
-
-
-def _or_lost(peer: int, call: Callable[[], Any]) -> Any:
-    """Calls into the backend, whose errors do not say which worker is meant."""
-    try:
-        return call()
-    except RuntimeError as error:
-        reason = str(error).splitlines()[0].split("] ")[-1]
-        raise PeerLost(f"rank {peer} was lost: {reason}") from None
+        try:
+            if self.error is not None:
+                raise self.error
+            if self.works is None:
+                self._group._flush()
+            for work in self.works or ():
+                work.wait()
+        except RuntimeError as error:
+            # The backend's words do not say which worker is meant.
+            reason = str(error).splitlines()[0].split("] ")[-1]
+            raise PeerLost(f"rank {self.peer} was lost: {reason}") from None
+        finally:
+            # A finished Work keeps the sockets of its group open.
+            self.works = []
+            _open.pop(id(self), None)
 
 
 class _ThreadTask(Task):
