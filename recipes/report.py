@@ -25,7 +25,8 @@ class Stats(Protocol):
 class Report:
     """Writes rank 0's metrics, and shows them as a bar or, to a file, line by line.
 
-    run.json says what is run; a line of metrics.jsonl has these keys, of the same meaning in every method:
+    run.json says what is run. A line of metrics.jsonl has these keys, which mean the
+    same in every method:
 
         step         optimizer steps of each worker
         tokens       trained on so far, by all workers together

@@ -23,7 +23,7 @@ _lanes: weakref.WeakKeyDictionary[Any, itertools.count[int]] = (
 )
 
 # Messages under way. gloo cannot cancel: it writes to a receiver's memory when the
-# message comes, whether or not anybody still waits, and forgets what was to be sent with
+# message comes, whether or not anybody still waits, and drops what was to be sent with
 # the handle. So handles stay here until they are done, also after their group has
 # failed: the others must get what was sent to learn who is missing.
 _open: dict[int, _TorchHandle] = {}
