@@ -169,3 +169,7 @@ def main() -> None:
     plot(ddp, diloco, OUT / "loss.png")
     console.print()
     console.print(compare(config, ddp, diloco))
+
+
+if __name__ == "__main__":
+    main()

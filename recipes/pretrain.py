@@ -87,7 +87,8 @@ def build_scheduler(config: Config, optimizer: torch.optim.Optimizer) -> LambdaL
     def scale(step: int) -> float:
         if step < config.warmup_steps:
             return (step + 1) / config.warmup_steps
-        done = (step - config.warmup_steps) / (config.num_steps - config.warmup_steps)
+        decay_steps = max(1, config.num_steps - config.warmup_steps)
+        done = (step - config.warmup_steps) / decay_steps
         return FINAL_LR + (1 - FINAL_LR) * (1 + math.cos(math.pi * done)) / 2
 
     return LambdaLR(optimizer, scale)
@@ -107,11 +108,9 @@ def loss_of(network: nn.Module, windows: Tensor, config: Config) -> Tensor:
 
 def without_exchange(network: nn.Module) -> AbstractContextManager[None]:
     """For all backward passes of a step but the last: DDP would average after each."""
-    return (
-        network.no_sync()
-        if isinstance(network, DistributedDataParallel)
-        else nullcontext()
-    )
+    if isinstance(network, DistributedDataParallel):
+        return network.no_sync()
+    return nullcontext()
 
 
 @torch.no_grad()
@@ -122,7 +121,8 @@ def evaluate(
     total = torch.zeros(2, dtype=torch.float64, device=windows.device)
     with optimizer.global_parameters():
         model.eval()
-        for some in windows.split(config.batch_size):
+        for first in range(0, len(windows), config.batch_size):
+            some = windows[first : first + config.batch_size]
             total[0] += loss_of(model, some, config) * len(some)
             total[1] += len(some)
         model.train()

@@ -11,6 +11,15 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+#: Where a parameter group says by how much a state decays in a step.
+_DECAYS: dict[str, tuple[str, int | None]] = {
+    "exp_avg": ("betas", 0),
+    "exp_avg_sq": ("betas", 1),
+    "momentum_buffer": ("momentum", None),
+    "square_avg": ("alpha", None),
+}
+_SECOND_MOMENTS = {"exp_avg_sq", "max_exp_avg_sq", "square_avg"}
+
 
 class States:
     """Finds the state tensors that belong to parameters, also before they exist.
@@ -67,6 +76,20 @@ class States:
             result[name] = inner.state[param][state_name]
         return result
 
+    def decays(
+        self, state_name: str, params: Mapping[str, Tensor]
+    ) -> dict[str, float | None]:
+        """The factor by which a parameter's state decays in a step; None if unknown."""
+        owners = self._owners()
+        return {
+            name: _decay(state_name, owners[id(param)][1])
+            for name, param in params.items()
+        }
+
+    def is_second_moment(self, state_name: str) -> bool:
+        """Whether the state is an average of squares, so that it is never negative."""
+        return state_name in _SECOND_MOMENTS
+
     def heal_(self) -> None:
         """Sets state values that are not finite to zero."""
         for inner in self._inners:
@@ -106,6 +129,14 @@ def _example(inner: Optimizer, group: dict[str, Any], param: Tensor) -> dict[str
             f"step ({error}). Average parameters only."
         ) from error
     return dict(clone.state[trial])
+
+
+def _decay(state_name: str, group: Mapping[str, Any]) -> float | None:
+    key, index = _DECAYS.get(state_name, ("", None))
+    value = group.get(key)
+    if value is None or index is None:
+        return value
+    return float(value[index])
 
 
 def _trial_shape(param: Tensor) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""What a share is and what a result does: the two kinds that methods are made of."""
+"""What a share is and what a result does: the kinds that methods are made of."""
 
 from __future__ import annotations
 
@@ -8,24 +8,39 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowcomm.optim._outer import plain_
 from lowcomm.optim._states import States
-from lowcomm.sync.engine import Stream
 from lowcomm.sync.flat import Chunk, Flats
+from lowcomm.sync.schedule import Periodic
+from lowcomm.sync.stream import Landing, Stream
 
 #: (anchor, mean pseudo-gradient, outer momentum or None) -> None, in place.
 OuterUpdate = Callable[[Tensor, Tensor, Tensor | None], None]
 
 
 class Average(Stream):
-    """Tensors that the workers' mean replaces."""
+    r"""Tensors that the workers' mean replaces.
+
+    Landing later than it was launched, it takes the place of what was sent, and the
+    progress since stays on top:
+
+    .. math:: x \leftarrow x + (\bar x_0 - x_0)
+    """
 
     def share_(self, chunk: Chunk, out: Tensor) -> None:
         self.layout.gather_(chunk, out)
 
-    def apply_(self, chunk: Chunk, result: Tensor, *, keep: bool) -> None:
-        # Progress that is not in this mean stays, to be in the next one.
-        if not keep:
-            self.layout.scatter_(chunk, result)
+    def apply_(self, chunk: Chunk, result: Tensor, landing: Landing) -> None:
+        if landing.keep:  # to be in the next mean
+            return
+        if landing.late and landing.share is not None:
+            self._catch_up_(chunk, result, landing.share[chunk], landing.late)
+        self.layout.scatter_(chunk, result)
+
+    def _catch_up_(self, chunk: Chunk, mean: Tensor, share: Tensor, late: int) -> None:
+        """Turns the mean as of the launch into the one for now."""
+        del late
+        mean.sub_(share).add_(self.layout.gather_(chunk, torch.empty_like(mean)))
 
 
 class AverageParameters(Average):
@@ -35,10 +50,16 @@ class AverageParameters(Average):
 
 
 class AverageState(Average):
-    """State tensors of the inner optimizer that the workers' mean replaces.
+    r"""State tensors of the inner optimizer that the workers' mean replaces.
 
     Looks them up in each round: they appear with the first step, and loading a
-    checkpoint replaces them.
+    checkpoint replaces them. Of a moment that decays by :math:`\beta` in a step, what
+    is left of the difference after :math:`\tau` steps is
+
+    .. math:: s \leftarrow s + \beta^\tau (\bar s_0 - s_0)
+
+    which is exact for an exponential average, and never negative where all moments are
+    not. Of other states the mean itself is taken.
 
     Args:
         state_name: the inner optimizer's name for them.
@@ -63,7 +84,21 @@ class AverageState(Average):
     def locate(self) -> None:
         params = {name: self._params[name] for name in self.layout.specs}
         self.layout.bind(self._states.tensors(self.state_name, params))
+        self._decays = self._states.decays(self.state_name, params)
         super().locate()
+
+    def _catch_up_(self, chunk: Chunk, mean: Tensor, share: Tensor, late: int) -> None:
+        now = self.layout.gather_(chunk, torch.empty_like(mean))
+        start = 0
+        for run, first, stop in chunk.pieces:
+            end = start + stop - first
+            decay = self._decays[self.layout.run_names[run]]
+            if decay is not None:
+                piece = mean[start:end]
+                piece.sub_(share[start:end]).mul_(decay**late).add_(now[start:end])
+                if self._states.is_second_moment(self.state_name):
+                    piece.clamp_min_(0)  # rounding alone could make it negative
+            start = end
 
 
 class FirstWorkers(Average):
@@ -71,6 +106,9 @@ class FirstWorkers(Average):
 
     takes_first = True
     is_round = False
+
+    def _catch_up_(self, chunk: Chunk, mean: Tensor, share: Tensor, late: int) -> None:
+        """Counters of batches and the like are taken as they were."""
 
 
 class Accompanying(Average):
@@ -80,7 +118,9 @@ class Accompanying(Average):
 
 
 class Anchored(Stream):
-    """Parameters that return to an anchor, which the mean displacement moves.
+    r"""Parameters that return to an anchor, which the mean displacement moves.
+
+    .. math:: \theta_m \leftarrow \alpha \theta_m + (1 - \alpha) \theta
 
     Keeps the anchor, and the outer momentum where the update has one: two copies of the
     parameters, in fp32 or wider.
@@ -88,22 +128,27 @@ class Anchored(Stream):
     Args:
         update: the outer update.
         has_momentum: whether it uses an outer momentum.
+        local_mix: weight of a worker's own parameters, :math:`\alpha`.
         device: where anchor and momentum live; beside the parameters if None.
         args, kwargs: of `Stream`.
     """
 
     has_parameters = True
+    holds_global = True
+    compares = True
 
     def __init__(
         self,
         update: OuterUpdate,
-        has_momentum: bool,
-        device: torch.device | None,
         *args: Any,
+        has_momentum: bool,
+        local_mix: float,
+        device: torch.device | None,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         self._update = update
+        self._local_mix = local_mix
         self._device = device
         self.agreed = self.anchor = self.layout.new(device)
         self.momentum = self.layout.new(device) if has_momentum else None
@@ -115,17 +160,23 @@ class Anchored(Stream):
     def share_(self, chunk: Chunk, out: Tensor) -> None:
         self.layout.subtract_from_(chunk, self.anchor[chunk], out)
 
-    def apply_(self, chunk: Chunk, result: Tensor, *, keep: bool) -> None:
+    def apply_(self, chunk: Chunk, result: Tensor, landing: Landing) -> None:
+        anchor = self.anchor[chunk]
+        before = anchor.clone() if landing.keep else anchor
+        self._outer_step_(chunk, result)
+        if landing.keep:
+            own = self.layout.gather_(chunk, torch.empty_like(anchor))
+            self.layout.scatter_(chunk, own.sub_(before).add_(anchor))
+        elif landing.settle or self._local_mix == 0:
+            self.layout.scatter_(chunk, anchor)
+        else:
+            own = self.layout.gather_(chunk, torch.empty_like(anchor))
+            self.layout.scatter_(chunk, torch.lerp(anchor, own, self._local_mix))
+
+    def _outer_step_(self, chunk: Chunk, delta: Tensor) -> None:
         anchor = self.anchor[chunk]
         momentum = None if self.momentum is None else self.momentum[chunk]
-        result = result.to(anchor.device)
-        if keep:
-            own = self.layout.gather_(chunk, anchor.clone()).sub_(anchor)
-            self._update(anchor, result, momentum)
-            self.layout.scatter_(chunk, own.add_(anchor))
-        else:
-            self._update(anchor, result, momentum)
-            self.layout.scatter_(chunk, anchor)
+        self._update(anchor, delta.to(anchor.device), momentum)
 
     def extend_(self, tensors: Mapping[str, Tensor]) -> None:
         state = self.state()
@@ -147,3 +198,97 @@ class Anchored(Stream):
     def _kept(self) -> dict[str, Flats]:
         kept = {"anchor": self.anchor, "momentum": self.momentum}
         return {kind: flats for kind, flats in kept.items() if flats is not None}
+
+
+class AnchoredAverage(Anchored):
+    r"""Parameters that the workers' mean replaces, sent as displacements from the last.
+
+    What a codec needs: weights have too many bits to be coded, their displacements do
+    not. Landing late, the progress since the launch stays on top:
+
+    .. math:: x \leftarrow x + (\bar x_0 - x_0)
+
+    Keeps one copy, of the last mean.
+    """
+
+    holds_global = False
+    compares = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(_replace_, *args, has_momentum=False, local_mix=0.0, **kwargs)
+
+    def apply_(self, chunk: Chunk, result: Tensor, landing: Landing) -> None:
+        if landing.late and landing.share is not None:
+            own = self.layout.gather_(chunk, torch.empty_like(result))
+            own.add_(landing.share[chunk]).sub_(self.anchor[chunk])
+            self._outer_step_(chunk, result)
+            self.layout.scatter_(chunk, own.add_(self.anchor[chunk]))
+        else:
+            super().apply_(chunk, result, landing)
+
+
+def _replace_(anchor: Tensor, delta: Tensor, momentum: Tensor | None) -> None:
+    plain_(anchor, delta, lr=1.0)
+
+
+class Eager(Anchored):
+    r"""An anchor of one's own, moved by the own share now and the others' last ones.
+
+    .. math::
+
+        d_m = \tfrac{1}{M} \Delta_m
+            + \left( \bar\Delta' - \tfrac{1}{M} \Delta'_m \right)
+
+    where a prime marks the round before, whose mean has just come. Workers' anchors
+    differ between rounds; in the last one the mean of their parameters is taken.
+
+    Keeps one copy more, of what the others' last shares add.
+    """
+
+    holds_global = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.agreed = None
+        self.correction = self.layout.new(self._device)
+        self._mean = self.last = _LastMean(self)
+
+    def apply_(self, chunk: Chunk, result: Tensor, landing: Landing) -> None:
+        if landing.keep:
+            return
+        if landing.share is not None:  # of which this part was applied at the launch
+            result.sub_(landing.share[chunk], alpha=1 / landing.num_workers)
+        self.correction[chunk].copy_(result)
+
+    def launched_(self, shares: Flats, num_workers: int, *, finite: bool) -> None:
+        for chunk in self.layout.chunks:
+            delta = self.correction[chunk]
+            if finite:
+                delta.add_(shares[chunk].to(delta.device), alpha=1 / num_workers)
+            self._outer_step_(chunk, delta)
+            delta.zero_()
+            self.layout.scatter_(chunk, self.anchor[chunk])
+
+    def extend_(self, tensors: Mapping[str, Tensor]) -> None:
+        state = self.state()
+        self.correction = self.layout.extended(tensors).new(self._device)
+        super().extend_(tensors)
+        self.load_(state)
+        self.agreed = None
+        self._mean.layout = self.layout
+
+    def _kept(self) -> dict[str, Flats]:
+        return super()._kept() | {"correction": self.correction}
+
+
+class _LastMean(Average):
+    """The mean of the parameters, from which anchors of one's own start anew."""
+
+    def __init__(self, eager: Eager) -> None:
+        super().__init__(f"last {eager.name}", eager.layout, Periodic(0))
+        self._eager = eager
+
+    def apply_(self, chunk: Chunk, result: Tensor, landing: Landing) -> None:
+        super().apply_(chunk, result, landing)
+        self._eager.anchor[chunk].copy_(result)
+        self._eager.correction[chunk].zero_()

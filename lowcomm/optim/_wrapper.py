@@ -23,11 +23,13 @@ from lowcomm.optim._streams import (
     AverageState,
     FirstWorkers,
 )
-from lowcomm.sync.engine import Engine, Stats, Stream
-from lowcomm.sync.flat import Layout
+from lowcomm.sync.codec import Codec, make_codec
+from lowcomm.sync.engine import Engine, Stats
+from lowcomm.sync.flat import Layout, check_device
 from lowcomm.sync.group import resolve_group
-from lowcomm.sync.schedule import Periodic
+from lowcomm.sync.schedule import Periodic, check_overlap, check_period
 from lowcomm.sync.seam import Group
+from lowcomm.sync.stream import Stream
 
 #: Key of our part in a state_dict; loaders of the inner optimizer pass over it.
 _OWN_KEY = "lowcomm"
@@ -56,6 +58,13 @@ class AbstractWrapper(Optimizer):
             built optimizer, or a list of optimizers over disjoint parameters.
         group: the workers: a process group, a one-dimensional device mesh or a `Group`;
             if None the default process group, or a world of one without it.
+        overlap: inner steps from launching an exchange to applying its result; smaller
+            than the period. 0: step() waits for it.
+        codec: puts what is sent into fewer bits: "bf16", "int8", "int4", "topk" or a
+            `lowcomm.sync.Codec`. None sends the outer state's dtype, fp32 or wider.
+        error_feedback: keep what the codec lost and add it to the next share; one copy.
+        anchor_device: where anchors and outer momenta live, for methods that have them;
+            beside the parameters if None.
         weight: this worker's weight in the mean: "equal", "steps", or a function that
             returns it.
         buffers: a module or tensors. Floating buffers are averaged in each round,
@@ -77,6 +86,10 @@ class AbstractWrapper(Optimizer):
         params: Any,
         *,
         group: Any = None,
+        overlap: int = 0,
+        codec: str | Codec | None = None,
+        error_feedback: bool = False,
+        anchor_device: torch.device | str | None = None,
         weight: str | Callable[[], float] = "equal",
         buffers: nn.Module | Iterable[Tensor] | None = None,
         bucket_bytes: int = 4 << 20,
@@ -92,6 +105,15 @@ class AbstractWrapper(Optimizer):
             raise ValueError(
                 f"weight must be 'equal', 'steps' or a function, got {weight=}."
             )
+        self._overlap = check_period("overlap", overlap, least=0)
+        self._codec = make_codec(codec)
+        if error_feedback and self._codec is None:
+            raise ValueError(
+                "error_feedback must be False without a codec, got True: nothing is "
+                "lost that could be kept."
+            )
+        self._error_feedback = error_feedback
+        self._anchor_device = check_device("anchor_device", anchor_device)
         self.inner = _build_inner(params, inner, type(self).__name__)
         self._weight = weight
         self._buffers = _named_buffers(buffers)
@@ -134,6 +156,11 @@ class AbstractWrapper(Optimizer):
                 f"{len(self._named())} that do not."
             )
         streams = self._streams(self._params, self._states)
+        for stream in streams:
+            check_overlap(self._overlap, stream.schedule.period)
+            if self._error_feedback and stream.codec is not None:
+                stream.residual = stream.layout.new()
+        streams += [stream.last for stream in streams if stream.last is not None]
         if self._buffers:
             streams += self._buffer_streams(streams[0].schedule)
         self._evaluation = Average("evaluation", Layout(self._params), Periodic(0))
@@ -177,6 +204,9 @@ class AbstractWrapper(Optimizer):
         return {
             "method": type(self).__name__,
             **self._config(),
+            "overlap": self._overlap,
+            "codec": repr(self._codec),
+            "error_feedback": self._error_feedback,
             "weight": self._weight if isinstance(self._weight, str) else "a function",
             "workers": len(self._group.members(0)),
         }
@@ -319,9 +349,10 @@ class AbstractWrapper(Optimizer):
         self._params |= trainable
         states = self._states.names(trainable) if self._state_streams() else {}
         for stream in self._state_streams():
-            stream.extend_(states.get(stream.state_name, {}))
+            self._engine.extend(stream, states.get(stream.state_name, {}))
         fragments = [s for s in self._engine.streams if s.has_parameters]
-        min(fragments, key=lambda s: s.layout.num_bytes).extend_(trainable)
+        smallest = min(fragments, key=lambda s: s.layout.num_bytes)
+        self._engine.extend(smallest, trainable)
         self._evaluation.extend_(trainable)
 
     def state_dict(self) -> dict[str, Any]:
@@ -465,7 +496,7 @@ class AbstractWrapper(Optimizer):
         local = layout.empty()
         for chunk in layout.chunks:
             layout.gather_(chunk, local[chunk])
-        agreed = [s for s in self._engine.streams if s.agreed is not None]
+        agreed = [s for s in self._engine.streams if s.holds_global]
         mean = None if agreed else self._engine.average(self._evaluation)
         self._swapped = True
         try:

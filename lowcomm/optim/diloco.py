@@ -7,18 +7,18 @@ Douillard et al., DiLoCo: Distributed Low-Communication Training of Language Mod
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lowcomm.optim._outer import heavy_ball_, nesterov_, plain_
 from lowcomm.optim._states import States
-from lowcomm.optim._streams import Anchored
+from lowcomm.optim._streams import Anchored, Eager
 from lowcomm.optim._wrapper import AbstractWrapper
-from lowcomm.sync.engine import Stream
-from lowcomm.sync.flat import Layout, check_device
-from lowcomm.sync.schedule import Periodic, check_period
+from lowcomm.sync.flat import Layout, split
+from lowcomm.sync.schedule import check_period, staggered
+from lowcomm.sync.stream import Stream
 
 
 class DiLoCo(AbstractWrapper):
@@ -52,10 +52,16 @@ class DiLoCo(AbstractWrapper):
             rounds: in the long run the outer step is :math:`\eta/(1-\mu)`, seven times
             the mean displacement. Take less for a few dozen rounds.
         nesterov: Nesterov momentum; else heavy ball.
-        anchor_device: where anchor and outer momentum live; beside the parameters if
-            None.
-        common: `group`, `weight`, `buffers`, `bucket_bytes`, `timeout_s`, `init_sync`
-            as in `AbstractWrapper`, and keywords of AdamW.
+        fragments: how many parts of the parameters are exchanged by themselves, each
+            every `sync_every` steps, evenly staggered (streaming DiLoCo); or the parts,
+            as lists of parameters.
+        local_mix: weight of a worker's own parameters when it takes the anchor's,
+            :math:`\alpha`. 0 takes the anchor's, 1 keeps its own; None is 0 when
+            blocking and 0.5 with `overlap`.
+        eager: apply the own share at once and the others' a round later, so that the
+            exchange has the whole round; one copy more. Take a lower `outer_lr`.
+        common: `group`, `overlap`, `codec`, `weight` and others of `AbstractWrapper`,
+            and keywords of AdamW.
 
     Raises:
         ValueError: if a setting is out of its range.
@@ -72,7 +78,9 @@ class DiLoCo(AbstractWrapper):
         outer_lr: float = 0.7,
         outer_momentum: float = 0.9,
         nesterov: bool = True,
-        anchor_device: torch.device | str | None = None,
+        fragments: int | Sequence[Sequence[Tensor]] = 1,
+        local_mix: float | None = None,
+        eager: bool = False,
         **common: Any,
     ) -> None:
         self.sync_every = check_period("sync_every", sync_every)
@@ -84,7 +92,16 @@ class DiLoCo(AbstractWrapper):
         self.outer_momentum = outer_momentum
         self.nesterov = nesterov
         self._first_outer_lr = outer_lr
-        self._anchor_device = check_device("anchor_device", anchor_device)
+        if local_mix is not None and not 0 <= local_mix <= 1:
+            raise ValueError(f"local_mix must be from 0 to 1, got {local_mix=}.")
+        self.local_mix = local_mix
+        if eager and (common.get("overlap") or local_mix is not None):
+            raise ValueError(
+                "eager must be False with overlap or local_mix, got eager=True: its "
+                "exchange has the whole round, and its own share is applied at once."
+            )
+        self.eager = eager
+        self.fragments = fragments
         super().__init__(params, **common)
 
     @property
@@ -100,23 +117,34 @@ class DiLoCo(AbstractWrapper):
         self._outer_lr = outer_lr
 
     def _config(self) -> dict[str, Any]:
+        fragments = self.fragments
         return {
             "sync_every": self.sync_every,
             "outer_lr": self._first_outer_lr,
             "outer_momentum": self.outer_momentum,
             "nesterov": self.nesterov,
+            "fragments": fragments if isinstance(fragments, int) else len(fragments),
+            "local_mix": self.local_mix,
+            "eager": self.eager,
         }
 
     def _streams(self, params: dict[str, Tensor], states: States) -> list[Stream]:
+        parts = split(params, self.fragments)
+        overlap = self.sync_every if self.eager else self._overlap
+        schedules = staggered(self.sync_every, len(parts), overlap)
+        mix = 0.5 if self.local_mix is None and overlap else self.local_mix or 0.0
         return [
-            Anchored(
+            (Eager if self.eager else Anchored)(
                 self._outer_,
-                self.outer_momentum > 0,
-                self._anchor_device,
-                "parameters",
-                Layout(params),
-                Periodic(self.sync_every),
+                "parameters" if len(parts) == 1 else f"fragment {i}",
+                Layout({name: params[name] for name in part}),
+                schedule,
+                has_momentum=self.outer_momentum > 0,
+                local_mix=mix,
+                device=self._anchor_device,
+                codec=self._codec,
             )
+            for i, (part, schedule) in enumerate(zip(parts, schedules, strict=True))
         ]
 
     def _outer_(self, anchor: Tensor, delta: Tensor, momentum: Tensor | None) -> None:

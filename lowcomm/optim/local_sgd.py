@@ -11,11 +11,11 @@ from typing import Any
 from torch import Tensor
 
 from lowcomm.optim._states import States
-from lowcomm.optim._streams import AverageParameters, AverageState
+from lowcomm.optim._streams import AnchoredAverage, AverageParameters, AverageState
 from lowcomm.optim._wrapper import AbstractWrapper
-from lowcomm.sync.engine import Stream
 from lowcomm.sync.flat import Layout
 from lowcomm.sync.schedule import Periodic, check_period
+from lowcomm.sync.stream import Stream
 
 
 class LocalSGD(AbstractWrapper):
@@ -40,8 +40,8 @@ class LocalSGD(AbstractWrapper):
         params: what `torch.optim.AdamW` takes, a built optimizer, or a list of them.
         sync_every: inner steps between exchanges, :math:`H`.
         average_states: whether the inner optimizer's state tensors are averaged too.
-        common: `group`, `weight`, `buffers`, `bucket_bytes`, `timeout_s`, `init_sync`
-            as in `AbstractWrapper`, and keywords of AdamW.
+        common: `group`, `overlap`, `codec`, `weight` and others of `AbstractWrapper`,
+            and keywords of AdamW.
 
     Raises:
         ValueError: if `sync_every` is less than 1.
@@ -64,9 +64,18 @@ class LocalSGD(AbstractWrapper):
         return {"sync_every": self.sync_every, "average_states": self.average_states}
 
     def _streams(self, params: dict[str, Tensor], states: States) -> list[Stream]:
-        schedule = Periodic(self.sync_every)
+        schedule = Periodic(self.sync_every, overlap=self._overlap)
+        layout = Layout(params)
         streams: list[Stream] = [
-            AverageParameters("parameters", Layout(params), schedule)
+            AverageParameters("parameters", layout, schedule)
+            if self._codec is None
+            else AnchoredAverage(
+                "parameters",
+                layout,
+                schedule,
+                device=self._anchor_device,
+                codec=self._codec,
+            )
         ]
         if self.average_states:
             streams += [

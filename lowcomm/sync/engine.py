@@ -1,8 +1,6 @@
-"""Streams: launch, keep pending, collect, commit, apply.
+"""Launch, keep pending, collect, commit, apply.
 
-A stream is one state of the model with its schedule, its peers and its meaning: what a
-worker contributes, and what the result does. The engine knows when and how; a method is
-a list of streams.
+The engine knows when and how; what a share is and what a result does is a stream's.
 """
 
 from __future__ import annotations
@@ -11,19 +9,19 @@ import dataclasses
 import hashlib
 import json
 import logging
-from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lowcomm.sync.errors import PeerMismatch, SyncError
-from lowcomm.sync.flat import Chunk, Flats, Layout
+from lowcomm.sync.flat import Flats, Layout
 from lowcomm.sync.mean import (
     Header,
+    Job,
     Outcome,
     Wire,
     broadcast_,
@@ -34,8 +32,8 @@ from lowcomm.sync.mean import (
     serve_,
 )
 from lowcomm.sync.peers import Peers, everyone
-from lowcomm.sync.schedule import Periodic
 from lowcomm.sync.seam import Exchange, Group, Task
+from lowcomm.sync.stream import Landing, Stream
 
 _log = logging.getLogger(__name__)
 
@@ -45,69 +43,26 @@ _FINGERPRINT_PARTS = 16
 _NOT_FINITE = "round %d of %r goes without %s share: it is not finite"
 
 
-class Stream(ABC):
-    """A state that workers exchange, and what it means to them.
+@dataclass
+class StreamStats:
+    """What has been done for one stream, on this worker.
 
     Args:
-        name: of the stream, the same on all workers.
-        layout: the tensors that it reads and writes.
-        schedule: when it is launched.
-        peers: with whom.
+        rounds: exchanges applied.
+        bytes_sent: by its exchanges, headers included.
+        exposed_s: seconds that `step()` waited for them.
+        share_norm: Euclidean length of this worker's last pseudo-gradient.
+        mean_norm: length of the workers' mean.
+        cosine: between the two: 1 if all workers go the same way, about
+            :math:`1/\\sqrt{M}` if their ways are unrelated.
     """
 
-    #: values that must be equal on all workers before a round; compared in each
-    agreed: Flats | None = None
-    #: False for what only accompanies a round, such as buffers
-    is_round = True
-    #: whether it holds the parameters, or part of them
-    has_parameters = False
-    #: whether the first worker's values are taken instead of a mean
-    takes_first = False
-
-    def __init__(
-        self,
-        name: str,
-        layout: Layout,
-        schedule: Periodic,
-        *,
-        peers: Peers = everyone,
-    ) -> None:
-        self.name = name
-        self.layout = layout
-        self.schedule = schedule
-        self.peers = peers
-
-    @abstractmethod
-    def share_(self, chunk: Chunk, out: Tensor) -> None:
-        """Writes this worker's contribution to a chunk into `out`, which is updated."""
-
-    @abstractmethod
-    def apply_(self, chunk: Chunk, result: Tensor, *, keep: bool) -> None:
-        """Uses the mean of a chunk over the counted workers.
-
-        Args:
-            chunk: the chunk.
-            result: the mean, shape `(chunk.stop - chunk.start,)`; may be used up.
-            keep: whether this worker's share is not in the mean and stays with it.
-        """
-
-    def locate(self) -> None:
-        """Points the layout at the tensors as they are now."""
-        self.layout.refresh()
-
-    def start_(self) -> None:  # noqa: B027 - most streams keep nothing
-        """Takes the values before the first step as the common starting point."""
-
-    def extend_(self, tensors: Mapping[str, Tensor]) -> None:
-        """Takes in further tensors, by name."""
-        self.layout = self.layout.extended(tensors)
-
-    def state(self) -> dict[str, dict[str, Tensor]]:
-        """Copies of all tensors that the next round depends on, by kind and name."""
-        return {}
-
-    def load_(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:  # noqa: B027
-        """Copies the tensors of `state()` back, as far as they are there."""
+    rounds: int = 0
+    bytes_sent: int = 0
+    exposed_s: float = 0.0
+    share_norm: float | None = None
+    mean_norm: float | None = None
+    cosine: float | None = None
 
 
 @dataclass
@@ -121,6 +76,7 @@ class Stats:
         setup_bytes: by checks, broadcasts and `global_parameters`.
         exposed_s: seconds that `step()` waited for the network.
         skipped_rounds: due, and not applied here.
+        streams: the same for each fragment or state, by name.
     """
 
     steps: int = 0
@@ -129,6 +85,7 @@ class Stats:
     setup_bytes: int = 0
     exposed_s: float = 0.0
     skipped_rounds: int = 0
+    streams: dict[str, StreamStats] = field(default_factory=dict)
 
 
 @dataclass
@@ -138,19 +95,36 @@ class _Progress:
     stream: Stream
     due: int | None
     round: int = 0
-    settled_at: int = 0  # steps taken when it was last exchanged
+    launched_at: int = 0  # steps taken at its last launch
+    settled_at: int = 0  # steps taken when workers were last made equal
     verified: bool = False  # whether the whole of `agreed` has been compared
+    waiting: dict[str, Tensor] = field(default_factory=dict)  # to be taken in
 
 
-class _Pending(NamedTuple):
-    """A launched exchange: everything that landing it needs."""
+@dataclass
+class _Pending:
+    """An exchange under way: everything that landing it needs."""
 
     progress: _Progress
+    clock: int  # at the launch
+    steps: int  # at the launch
     finite: bool
+    weight: float
+    num_workers: int
     shares: Flats
-    task: Task | None  # None if nobody else takes part
-    clock: int
-    steps: int
+    results: Flats
+    lost: Flats | None = None
+    alone: bool = False
+    task: Task | None = None  # None before it is sent
+
+    @property
+    def kept(self) -> bool:
+        """Whether the shares are still there when the result comes."""
+        return self.results is not self.shares
+
+    @property
+    def lands(self) -> int:
+        return self.clock + self.progress.stream.schedule.overlap
 
 
 class Engine:
@@ -190,15 +164,19 @@ class Engine:
         # Counts steps as the schedules do; `finish` brings it to the same value
         # everywhere, while `stats.steps` stays this worker's own.
         self._clock = 0
+        self._pending: list[_Pending] = []
         self._progress = [
             _Progress(stream, stream.schedule.after(0)) for stream in streams
         ]
-        self._next = self._next_due()
+        self._next: float = self._next_event()
 
     @property
     def stats(self) -> Stats:
         """A copy of the counts so far."""
-        return dataclasses.replace(self._stats)
+        streams = self._stats.streams.items()
+        return dataclasses.replace(
+            self._stats, streams={n: dataclasses.replace(s) for n, s in streams}
+        )
 
     @property
     def streams(self) -> list[Stream]:
@@ -215,100 +193,183 @@ class Engine:
         self.started = True
 
     def advance(self) -> None:
-        """Called after every inner step: launches and lands what is due."""
+        """Called after every inner step: lands and launches what is due."""
         self._stats.steps += 1
         self._clock += 1
         if self._clock >= self._next:
+            self._resend()
+            self._land_all(p for p in self._pending if p.lands <= self._clock)
             self._exchange_all(
-                [p for p in self._progress if p.due and p.due <= self._clock]
+                p for p in self._progress if p.due and p.due <= self._clock
             )
+            self._next = self._next_event()
 
-    def _exchange_all(self, due: list[_Progress]) -> None:
-        for pending in [self._launch(progress) for progress in due]:
-            self._land(pending)
-        self._next = self._next_due()
+    def _next_event(self) -> float:
+        due = [p.due for p in self._progress if p.due is not None]
+        lands = [p.lands if p.task or p.alone else 0 for p in self._pending]
+        return min(due + lands, default=float("inf"))
 
-    def _next_due(self) -> float:
-        return min((p.due for p in self._progress if p.due), default=float("inf"))
+    def _exchange_all(self, due: Iterable[_Progress]) -> None:
+        """Launches streams, and lands those that do not overlap."""
+        for progress in list(due):
+            self._launch(progress)
+        self._land_all(p for p in self._pending if p.lands <= self._clock)
 
     def _launch(self, progress: _Progress) -> _Pending:
         """Takes this worker's share, judges it and puts it on its way."""
         stream, layout = progress.stream, progress.stream.layout
         stream.locate()
-        wire = self._wire(stream.peers, progress.round)
-        # Alone, shares are not kept: nothing can fail between taking and applying them,
-        # and taking them again while they are in the cache is faster.
-        shares = layout.empty() if wire.others else layout.scratch()
+        members = self._members(stream.peers, progress.round)
+        # Alone and at once, shares are not kept: nothing can fail between taking and
+        # applying them, and taking them again while they are in the cache is faster.
+        alone = len(members) == 1 and not stream.schedule.overlap
+        shares = layout.scratch() if alone else layout.empty()
         finite = layout.is_finite()
-        for chunk in layout.chunks if wire.others else ():
-            stream.share_(chunk, shares[chunk])
-        task = None
-        if wire.others:
-            if stream.takes_first:
-                weight = float(self.group.rank == wire.members[0])
-            else:
-                weight = self._weight(self._stats.steps - progress.settled_at)
-            header = self._header(progress, finite, weight)
-            exchange = mean_(
-                wire, shares.tensors, header, stream.name, self._bucket_bytes
-            )
-            task = self._run(exchange)
-        clock, steps = self._clock, self._stats.steps
-        return _Pending(progress, finite, shares, task, clock, steps)
+        if not alone:
+            for chunk in layout.chunks:
+                stream.share_(chunk, out := shares[chunk])
+                if stream.residual is not None:
+                    out.add_(stream.residual[chunk])
+        if stream.takes_first:
+            weight = float(self.group.rank == members[0])
+        else:
+            weight = self._weight(self._stats.steps - progress.launched_at)
+        pending = _Pending(
+            progress,
+            self._clock,
+            self._stats.steps,
+            finite,
+            weight,
+            len(members),
+            shares,
+            # What is still needed when the result comes is not overwritten by it.
+            layout.empty() if stream.schedule.overlap else shares,
+            None if stream.residual is None or alone else layout.empty(),
+            alone,
+        )
+        progress.due = stream.schedule.after(self._clock)
+        self._pending.append(pending)
+        self._send(pending)
+        stream.launched_(shares, len(members), finite=finite)
+        return pending
 
-    def _land(self, pending: _Pending) -> None:
+    def _send(self, pending: _Pending) -> None:
+        """Puts a share on its way."""
+        if pending.alone:
+            return
+        progress, stream = pending.progress, pending.progress.stream
+        wire = self._wire(self._members(stream.peers, progress.round))
+        job = self._job(stream, pending.shares, pending.results, pending.lost)
+        header = self._header(progress, pending)
+        pending.task = self._run(mean_(wire, job, header))
+
+    def _resend(self) -> None:
+        """Sends again what a checkpoint has brought."""
+        for pending in self._pending:
+            if pending.task is None:
+                self._send(pending)
+
+    def _land_all(self, pendings: Iterable[_Pending], *, settle: bool = False) -> None:
+        for pending in list(pendings):
+            try:
+                self._land(pending, settle=settle)
+            except SyncError:
+                if pending.lands == pending.clock:
+                    # Its share is taken anew, if the run goes on.
+                    self._pending.remove(pending)
+                    pending.progress.due = pending.clock
+                raise
+            self._pending.remove(pending)
+
+    def _land(self, pending: _Pending, *, settle: bool) -> None:
         """Waits for the result of a launched exchange and applies it."""
-        progress, finite, shares, task, clock, steps = pending
-        applied, healed = finite, False
-        if task is not None:
+        progress, stream = pending.progress, pending.progress.stream
+        applied, left_out = pending.finite, False
+        if pending.task is not None:
             since = self.group.now()
-            outcome: Outcome = self._wait(task)
-            self._stats.exposed_s += self.group.now() - since
-            self._stats.bytes_sent += outcome.bytes_sent
+            outcome: Outcome = self._wait(pending.task)
+            self._count(stream, outcome, self.group.now() - since)
             applied = bool(outcome.included) and self.group.commit(progress.round)
-            healed = not finite
+            left_out = not pending.finite
             _log_left_out(progress, outcome)
-        elif not finite:
-            _log.warning(_NOT_FINITE, progress.round, progress.stream.name, "this")
+        elif not pending.finite:
+            _log.warning(_NOT_FINITE, progress.round, stream.name, "this worker's")
         if applied:
-            stream = progress.stream
-            for chunk in stream.layout.chunks:
-                if task is None:
-                    stream.share_(chunk, shares[chunk])
-                stream.apply_(chunk, shares[chunk], keep=False)
-            if healed:
+            late = self._stats.steps - pending.steps
+            self._apply(
+                pending,
+                Landing(
+                    late=late,
+                    share=pending.shares if pending.kept and not left_out else None,
+                    settle=left_out or (settle and late == 0),
+                    num_workers=pending.num_workers,
+                ),
+            )
+            if left_out:
                 self._heal()
-        self._passed(progress, clock, applied=applied)
-        progress.settled_at = steps
+            elif pending.lost is not None:
+                stream.residual = pending.lost
+        progress.launched_at = pending.steps
+        if stream.last is None:
+            progress.settled_at = pending.steps
+        self._passed(progress, applied=applied)
 
-    def _passed(self, progress: _Progress, clock: int, *, applied: bool) -> None:
+    def _apply(self, pending: _Pending, landing: Landing) -> None:
+        stream = pending.progress.stream
+        stream.locate()
+        for chunk in stream.layout.chunks:
+            result = pending.results[chunk]
+            if pending.alone:
+                stream.share_(chunk, result)
+            stream.apply_(chunk, result, landing)
+
+    def _passed(self, progress: _Progress, *, applied: bool) -> None:
         """Counts a round that is over."""
         progress.round += 1
         progress.verified = True
-        progress.due = progress.stream.schedule.after(clock)
+        if progress.waiting:
+            progress.stream.extend_(progress.waiting)
+            progress.waiting = {}
         if not progress.stream.is_round:
             return
         if applied:
             self._stats.rounds += 1
+            self._stream_stats(progress.stream).rounds += 1
             for hook in list(self.hooks.values()):
                 hook(self.stats)
         else:
             self._stats.skipped_rounds += 1
+
+    def _count(self, stream: Stream, outcome: Outcome, exposed_s: float) -> None:
+        stats = self._stream_stats(stream)
+        for counts in (self._stats, stats):
+            counts.exposed_s += exposed_s
+            counts.bytes_sent += outcome.bytes_sent
+        if outcome.likeness is not None:
+            stats.share_norm, stats.mean_norm, stats.cosine = outcome.likeness
+
+    def _stream_stats(self, stream: Stream) -> StreamStats:
+        return self._stats.streams.setdefault(stream.name, StreamStats())
 
     # ------------------------------------------------------------------ on request
 
     def average(self, stream: Stream) -> Flats:
         """The workers' mean of a stream that has no schedule; nothing is applied."""
         progress = self._find(_number(stream.name))
-        pending = self._launch(progress)
-        progress.round += 1
-        if pending.task is None:
-            for chunk in stream.layout.chunks:
-                stream.share_(chunk, (flats := stream.layout.empty())[chunk])
-            return flats
+        stream.locate()
+        shares = stream.layout.empty()
+        for chunk in stream.layout.chunks:
+            stream.share_(chunk, shares[chunk])
+        finite = stream.layout.is_finite()
+        pending = _Pending(
+            progress, self._clock, self._stats.steps, finite, 1.0, 0, shares, shares
+        )
+        self._send(pending)
+        assert pending.task is not None
         outcome: Outcome = self._wait(pending.task)
         self._stats.setup_bytes += outcome.bytes_sent
-        return pending.shares
+        progress.round += 1
+        return shares
 
     def finish(self) -> None:
         """One last exchange of whatever has changed since its last one.
@@ -317,29 +378,34 @@ class Engine:
         """
         if not self.started:
             self.start()
+        self._resend()
+        self._land_all(self._pending, settle=True)
         while True:
-            wire = self._wire(everyone, 0)
+            wire = self._wire(self._members(everyone, 0))
             headers: dict[int, Header] = self._wait(
-                self._run(handshake(wire, self._header(None, True, 0.0)))
+                self._run(handshake(wire, self._header(None, None)))
             )
-            working = [h for h in headers.values() if not h.finished]
+            working = [header for header in headers.values() if not header.finished]
             if not working:
                 break
             self._serve(wire, headers, self._find(working[0].stream))
         self._stats.setup_bytes += wire.bytes_sent
         # Rounds go on from the step of whoever took most.
         self._clock = max(header.step for header in headers.values())
-        settled = [header.settled for header in headers.values()]
         moved = [
             progress
             for i, progress in enumerate(self._progress)
-            if not all(bits >> i & 1 for bits in settled)
+            if not all(header.settled >> i & 1 for header in headers.values())
         ]
-        self._exchange_all(moved)
+        for progress in moved:
+            last = progress.stream.last
+            self._launch(progress if last is None else self._find(_number(last.name)))
+        self._land_all(self._pending, settle=True)
+        for progress in moved:
+            progress.settled_at = self._stats.steps
         for progress in self._progress:
-            if progress.due and progress.due <= self._clock:
-                progress.due = progress.stream.schedule.after(self._clock)
-        self._next = self._next_due()
+            progress.due = progress.stream.schedule.after(self._clock)
+        self._next = self._next_event()
 
     def _serve(
         self, wire: Wire, headers: dict[int, Header], progress: _Progress
@@ -348,20 +414,27 @@ class Engine:
         stream = progress.stream
         check_headers(headers, stream.name)
         stream.locate()
-        shares = stream.layout.new()
-        outcome: Outcome = self._wait(
-            self._run(serve_(wire, shares.tensors, headers, self._bucket_bytes))
-        )
-        self._stats.bytes_sent += outcome.bytes_sent
+        results = stream.layout.new()
+        job = self._job(stream, results, results, None)
+        outcome: Outcome = self._wait(self._run(serve_(wire, job, headers)))
+        self._count(stream, outcome, 0.0)
         if progress.due is None:
             progress.round += 1
             return
-        keep = progress.settled_at < self._stats.steps
         if outcome.included:
+            keep = progress.settled_at < self._stats.steps
             for chunk in stream.layout.chunks:
-                stream.apply_(chunk, shares[chunk], keep=keep)
-        clock = max(header.step for header in headers.values() if not header.finished)
-        self._passed(progress, clock, applied=bool(outcome.included))
+                landing = Landing(keep=keep, settle=not keep)
+                stream.apply_(chunk, results[chunk], landing)
+        self._passed(progress, applied=bool(outcome.included))
+
+    def extend(self, stream: Stream, tensors: Mapping[str, Tensor]) -> None:
+        """Takes further tensors into a stream, once nothing of it is under way."""
+        (progress,) = (p for p in self._progress if p.stream is stream)
+        if any(pending.progress is progress for pending in self._pending):
+            progress.waiting |= tensors
+        else:
+            stream.extend_(tensors)
 
     def agree(self, plan: Mapping[str, Any]) -> None:
         """Raises `PeerMismatch` on every worker unless all of them hold this plan."""
@@ -387,14 +460,14 @@ class Engine:
         flats = layout.empty()
         for chunk in layout.chunks:
             layout.gather_(chunk, flats[chunk])
-        wire = self._wire(everyone, 0)
+        wire = self._wire(self._members(everyone, 0))
         exchange = broadcast_(wire, flats.tensors, self._bucket_bytes)
         self._stats.setup_bytes += self._wait(self._run(exchange))
         for chunk in layout.chunks:
             layout.scatter_(chunk, flats[chunk])
 
     def _gather(self, mine: bytes) -> dict[int, bytes]:
-        wire = self._wire(everyone, 0)
+        wire = self._wire(self._members(everyone, 0))
         replies: dict[int, bytes] = self._wait(self._run(gather_bytes(wire, mine)))
         self._stats.setup_bytes += wire.bytes_sent
         return replies
@@ -411,33 +484,80 @@ class Engine:
                 progress.stream.name: {
                     "due": progress.due,
                     "round": progress.round,
+                    "launched_at": progress.launched_at,
                     "settled_at": progress.settled_at,
-                    "tensors": progress.stream.state(),
+                    "tensors": _state_of(progress.stream),
                 }
                 for progress in self._progress
             },
+            # Each share as it was sent. It is sent again: no other worker keeps it.
+            "pending": [
+                {
+                    "stream": pending.progress.stream.name,
+                    "clock": pending.clock,
+                    "steps": pending.steps,
+                    "finite": pending.finite,
+                    "weight": pending.weight,
+                    "num_workers": pending.num_workers,
+                    "share": pending.progress.stream.layout.read(pending.shares),
+                }
+                for pending in self._pending
+            ],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Copies everything back; the next exchange compares all agreed values."""
         self.started = state["started"]
         self._clock = state["clock"]
-        self._stats = Stats(**state["stats"])
+        streams = state["stats"]["streams"].items()
+        self._stats = Stats(
+            **{
+                **state["stats"],
+                "streams": {name: StreamStats(**counts) for name, counts in streams},
+            }
+        )
         # Tensors go by their own names: streams may be cut differently.
         tensors: dict[str, dict[str, Tensor]] = {}
         for saved in state["streams"].values():
             for kind, named in saved["tensors"].items():
                 tensors.setdefault(kind, {}).update(named)
         for progress in self._progress:
-            after = progress.stream.schedule.after(self._clock)
-            saved = state["streams"].get(progress.stream.name, {})
+            stream = progress.stream
+            after = stream.schedule.after(self._clock)
+            saved = state["streams"].get(stream.name, {})
             progress.due = saved.get("due", after)
             progress.round = saved.get("round", 0)
+            progress.launched_at = saved.get("launched_at", self._stats.steps)
             progress.settled_at = saved.get("settled_at", self._stats.steps)
             progress.verified = False
-            progress.stream.locate()
-            progress.stream.load_(tensors)
-        self._next = self._next_due()
+            stream.locate()
+            stream.load_(tensors)
+            if stream.residual is not None:
+                stream.residual = stream.layout.new()
+                stream.layout.write_(stream.residual, tensors.get("residual", {}))
+        self._pending = [
+            self._reloaded(saved, progress)
+            for saved in state["pending"]
+            for progress in self._progress
+            if progress.stream.name == saved["stream"]
+            and progress.stream.layout.specs.keys() == saved["share"].keys()
+        ]
+        self._next = self._next_event()
+
+    def _reloaded(self, saved: Mapping[str, Any], progress: _Progress) -> _Pending:
+        stream, layout = progress.stream, progress.stream.layout
+        layout.write_(shares := layout.empty(), saved["share"])
+        return _Pending(
+            progress,
+            saved["clock"],
+            saved["steps"],
+            saved["finite"],
+            saved["weight"],
+            saved["num_workers"],
+            shares,
+            layout.empty(),
+            None if stream.residual is None else layout.empty(),
+        )
 
     # ------------------------------------------------------------------ helpers
 
@@ -450,35 +570,48 @@ class Engine:
             f"workers must exchange the same streams, got one that is not in {names}."
         )
 
-    def _wire(self, peers: Peers, round: int) -> Wire:
-        members = peers(self.group.members(round), self.group.rank, round)
+    def _members(self, peers: Peers, round: int) -> tuple[int, ...]:
+        return peers(self.group.members(round), self.group.rank, round)
+
+    def _wire(self, members: Sequence[int]) -> Wire:
         self._exchange += 1
         return Wire(self.group, members, self._lane, self._exchange)
 
-    def _header(
-        self, progress: _Progress | None, finite: bool, weight: float
-    ) -> Header:
-        """What this worker says of a stream's next round; of all, if it has none."""
+    def _job(
+        self, stream: Stream, shares: Flats, results: Flats, lost: Flats | None
+    ) -> Job:
+        return Job(
+            stream.name,
+            shares.tensors,
+            results.tensors,
+            self._bucket_bytes,
+            codec=stream.codec,
+            lost=None if lost is None else lost.tensors,
+            compare=stream.compares,
+        )
+
+    def _header(self, progress: _Progress | None, pending: _Pending | None) -> Header:
+        """What this worker says of an exchange; of none, when it has finished."""
         settled = sum(
             1 << i
             for i, other in enumerate(self._progress)
             if other.due is None or other.settled_at == self._stats.steps
         )
-        if progress is None:
-            return Header(0, 0, self._clock, settled, 0, weight, 0, 0)
+        if progress is None or pending is None:
+            return Header(0, 0, self._clock, settled, 0, 0.0, 0, 0)
         stream = progress.stream
         agreed = 0
         if stream.agreed is not None:
-            parts = 1 if not progress.verified else _FINGERPRINT_PARTS
+            parts = _FINGERPRINT_PARTS if progress.verified else 1
             chunks = stream.layout.chunks[progress.round % parts :: parts]
             agreed = _fingerprint([stream.agreed[chunk] for chunk in chunks])
         return Header(
             stream=_number(stream.name),
             round=progress.round,
-            step=self._clock,
+            step=pending.clock,
             settled=settled,
-            contributes=int(finite),
-            weight=weight,
+            contributes=int(pending.finite),
+            weight=pending.weight,
             agreed=agreed,
             plan=_number(repr(stream.layout.specs)),
         )
@@ -501,6 +634,13 @@ def _number(text: str) -> int:
     """A positive 63-bit number for a text, the same in every process."""
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest) >> 1 or 1
+
+
+def _state_of(stream: Stream) -> dict[str, dict[str, Tensor]]:
+    state = stream.state()
+    if stream.residual is not None:
+        state["residual"] = stream.layout.read(stream.residual)
+    return state
 
 
 def _log_left_out(progress: _Progress, outcome: Outcome) -> None:

@@ -9,7 +9,7 @@ small or too oddly shaped to be in one.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -89,6 +89,60 @@ def check_device(name: str, device: object) -> torch.device | None:
         raise ValueError(f"{name} must be a device or None, got {device!r}.") from None
 
 
+def split_by_bytes(tensors: Mapping[str, Tensor], count: int) -> list[list[str]]:
+    """Names in order, in `count` runs about as equal as whole tensors allow.
+
+    >>> sizes = {"a": 10, "b": 2, "c": 7, "d": 1}
+    >>> split_by_bytes({name: torch.zeros(n) for name, n in sizes.items()}, 2)
+    [['a'], ['b', 'c', 'd']]
+    """
+    if not 1 <= count <= len(tensors):
+        raise ValueError(
+            "fragments must be at least 1 and at most the number of trainable tensors, "
+            f"got fragments={count} with {len(tensors)}."
+        )
+    names = list(tensors)
+    left = sum(tensor.nbytes for tensor in tensors.values())
+    parts: list[list[str]] = []
+    for remaining in range(count, 0, -1):
+        part: list[str] = []
+        size, goal = 0, left / remaining
+        # A tensor more as long as it brings the part nearer to its goal.
+        while len(names) >= remaining and (
+            not part or remaining == 1 or size + tensors[names[0]].nbytes / 2 <= goal
+        ):
+            part.append(name := names.pop(0))
+            size += tensors[name].nbytes
+            if not names:
+                break
+        parts.append(part)
+        left -= size
+    return parts
+
+
+def split(
+    tensors: Mapping[str, Tensor], fragments: int | Sequence[Sequence[Tensor]]
+) -> list[list[str]]:
+    """The tensors' names in fragments: so many, or as they were listed.
+
+    A tensor that is listed twice, such as a tied weight, belongs to the first list.
+    Tensors that are not among `tensors`, such as frozen ones, are passed over.
+    """
+    if isinstance(fragments, int):
+        return split_by_bytes(tensors, fragments)
+    names = {id(tensor): name for name, tensor in tensors.items()}
+    parts = [
+        [names.pop(id(tensor)) for tensor in part if id(tensor) in names]
+        for part in fragments
+    ]
+    if names:
+        raise ValueError(
+            "fragments must hold every trainable parameter, got lists without "
+            f"{', '.join(sorted(names.values()))}."
+        )
+    return [part for part in parts if part]
+
+
 class Flats:
     """One flat tensor per dtype and device of a layout, addressed by chunk."""
 
@@ -128,19 +182,20 @@ class Layout:
         self._sources = list(tensors.values())
         self._pointers: list[int] = []
         self._places: dict[str, list[tuple[int, int, int]]] = {}
+        #: the tensor that each run belongs to
+        self.run_names: list[str] = []
 
         sizes: dict[tuple[torch.dtype, torch.device], int] = {}
         members: dict[tuple[torch.dtype, torch.device], list[tuple[int, int]]] = {}
-        num_runs = 0
         for name, tensor in zip(self.specs, self._sources, strict=True):
             key = (self._dtype(tensor.dtype), tensor.device)
             for run in runs_of(tensor.detach()):
                 start = sizes.get(key, 0)
-                members.setdefault(key, []).append((num_runs, len(run)))
+                members.setdefault(key, []).append((len(self.run_names), len(run)))
                 sizes[key] = start + len(run)
                 flat = list(sizes).index(key)
                 self._places.setdefault(name, []).append((flat, start, sizes[key]))
-                num_runs += 1
+                self.run_names.append(name)
         self._shapes = [(size, *key) for key, size in sizes.items()]
         self.chunks: list[Chunk] = []
         for flat, key in enumerate(sizes):

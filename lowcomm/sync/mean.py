@@ -12,14 +12,17 @@ drive the same code.
 
 from __future__ import annotations
 
+import itertools
+import math
 import struct
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from lowcomm.sync.codec import Codec
 from lowcomm.sync.errors import PeerMismatch
 from lowcomm.sync.seam import Exchange, Group, Handle
 
@@ -119,11 +122,31 @@ class Outcome(NamedTuple):
         headers: of all who took part, by rank.
         included: ranks whose shares are in the result, sorted; empty for no result.
         bytes_sent: by this worker.
+        likeness: of this worker's share to the mean; None if it was not asked for.
     """
 
     headers: dict[int, Header]
     included: tuple[int, ...]
     bytes_sent: int
+    likeness: Likeness | None = None
+
+
+class Likeness(NamedTuple):
+    """Lengths of a share and of the mean, and the cosine between them.
+
+    >>> Likeness.of(dot=3.0, share=9.0, mean=4.0)
+    Likeness(share_norm=3.0, mean_norm=2.0, cosine=0.5)
+    """
+
+    share_norm: float
+    mean_norm: float
+    cosine: float
+
+    @classmethod
+    def of(cls, *, dot: float, share: float, mean: float) -> Likeness:
+        """From the scalar product and the squared lengths."""
+        lengths = math.sqrt(share * mean)
+        return cls(math.sqrt(share), math.sqrt(mean), dot / lengths if lengths else 0.0)
 
 
 def handshake(wire: Wire, mine: Header) -> Generator[Handle, None, dict[int, Header]]:
@@ -183,35 +206,58 @@ def counted(headers: dict[int, Header]) -> tuple[int, ...]:
     )
 
 
-def mean_(
-    wire: Wire, flats: Sequence[Tensor], mine: Header, name: str, bucket_bytes: int
-) -> Generator[Handle, None, Outcome]:
-    """Headers, then the weighted mean of the members' flat buffers, in place.
+class Job(NamedTuple):
+    """What is to be averaged, and how.
+
+    Args:
+        name: of the stream, for messages.
+        shares: this worker's contribution, one-dimensional tensors.
+        results: of the same shapes, updated with the mean; may be the shares.
+        bucket_bytes: largest message.
+        codec: puts values into fewer bits; None sends them as they are.
+        lost: of the shares' shapes, updated with what the codec lost of them; or None.
+        compare: whether the shares' likeness to the mean is wanted.
+    """
+
+    name: str
+    shares: Sequence[Tensor]
+    results: Sequence[Tensor]
+    bucket_bytes: int
+    codec: Codec | None = None
+    lost: Sequence[Tensor] | None = None
+    compare: bool = False
+
+
+def mean_(wire: Wire, job: Job, mine: Header) -> Generator[Handle, None, Outcome]:
+    """Headers, then the weighted mean of the members' shares.
 
     Args:
         wire: the exchange's messages.
-        flats: this worker's share, one-dimensional; updated with the mean.
+        job: what is to be averaged.
         mine: this worker's header.
-        name: of the stream, for messages.
-        bucket_bytes: largest message.
     """
-    pipeline = _Pipeline(wire, flats, bucket_bytes, wire.members)
+    pipeline = _Pipeline(wire, job, wire.members)
     pipeline.fill()  # the first shares need not wait for the headers
     headers = yield from handshake(wire, mine)
-    check_headers(headers, name)
-    included = counted(headers)
-    yield from pipeline.run({rank: headers[rank].weight for rank in included})
-    return Outcome(headers, included, wire.bytes_sent)
+    check_headers(headers, job.name)
+    return (yield from _finish(pipeline, wire, job, headers))
 
 
 def serve_(
-    wire: Wire, flats: Sequence[Tensor], headers: dict[int, Header], bucket_bytes: int
+    wire: Wire, job: Job, headers: dict[int, Header]
 ) -> Generator[Handle, None, Outcome]:
     """The rest of `mean_` for a worker that has seen the headers already."""
-    pipeline = _Pipeline(wire, flats, bucket_bytes, wire.members)
+    pipeline = _Pipeline(wire, job, wire.members)
+    return (yield from _finish(pipeline, wire, job, headers))
+
+
+def _finish(
+    pipeline: _Pipeline, wire: Wire, job: Job, headers: dict[int, Header]
+) -> Generator[Handle, None, Outcome]:
     included = counted(headers)
     yield from pipeline.run({rank: headers[rank].weight for rank in included})
-    return Outcome(headers, included, wire.bytes_sent)
+    likeness = (yield from pipeline.likeness()) if job.compare and included else None
+    return Outcome(headers, included, wire.bytes_sent, likeness)
 
 
 def broadcast_(
@@ -222,8 +268,9 @@ def broadcast_(
     As a mean to which one worker contributes: its uplink carries every value once,
     the others pass the slices on.
     """
+    job = Job("broadcast", flats, flats, bucket_bytes)
     source = wire.members[:1]
-    yield from _Pipeline(wire, flats, bucket_bytes, source).run({source[0]: 1.0})
+    yield from _Pipeline(wire, job, source).run({source[0]: 1.0})
     return wire.bytes_sent
 
 
@@ -231,32 +278,38 @@ class _Bucket(NamedTuple):
     """A bucket under way: everything its waits need."""
 
     number: int
-    flat: Tensor
-    slices: dict[int, Tensor]  # by owner; views of `flat`
-    shares: dict[int, Tensor]  # of the own slice, by sender
+    shares: dict[int, Tensor]  # own, by owner of the slice
+    results: dict[int, Tensor]  # by owner of the slice
+    codes: dict[int, Tensor]  # others' shares of the own slice, or results, by sender
     arriving: list[Handle]
     leaving: list[Handle]
 
 
 class _Pipeline:
-    def __init__(
-        self,
-        wire: Wire,
-        flats: Sequence[Tensor],
-        bucket_bytes: int,
-        senders: tuple[int, ...],
-    ) -> None:
+    def __init__(self, wire: Wire, job: Job, senders: tuple[int, ...]) -> None:
         self._wire = wire
         self._me = wire.group.rank
         self._senders = senders
-        self._todo = enumerate(_cut(flats, bucket_bytes, len(wire.members)))
+        self._codec = job.codec
+        self._compare = job.compare
+        align = ALIGN if job.codec is None else math.lcm(ALIGN, job.codec.block)
+        num = len(wire.members)
+        lost: Sequence[Tensor | None] = job.lost or [None] * len(job.shares)
+        self._todo = enumerate(
+            [_slices(flat, a, b, num, align) for flat in (share, result, rest)]
+            for share, result, rest in zip(job.shares, job.results, lost, strict=True)
+            for a, b in _bounds(share, job.bucket_bytes, align)
+        )
         self._sharing: deque[_Bucket] = deque()
         self._gathering: deque[_Bucket] = deque()
+        self._dots = dict.fromkeys(wire.members, 0.0)
+        self._squares = dict.fromkeys(wire.members, 0.0)
+        self._mean_square = 0.0
 
     def fill(self) -> None:
         """Puts shares on the wire until as many buckets as allowed are under way."""
         while len(self._sharing) < DEPTH and (item := next(self._todo, None)):
-            self._sharing.append(self._share(*item))
+            self._sharing.append(self._share(item[0], *item[1]))
 
     def run(self, weights: dict[int, float]) -> Exchange:
         """Finishes all buckets with the mean under these weights, by rank."""
@@ -267,90 +320,179 @@ class _Pipeline:
             self._gathering.append(bucket)
             self.fill()
             if len(self._gathering) > DEPTH:
-                yield from _settle(self._gathering.popleft())
+                yield from self._collect(self._gathering.popleft())
         while self._gathering:
-            yield from _settle(self._gathering.popleft())
+            yield from self._collect(self._gathering.popleft())
 
-    def _share(self, number: int, flat: Tensor) -> _Bucket:
+    def _share(
+        self, number: int, shares: _Slices, results: _Slices, lost: _Slices
+    ) -> _Bucket:
         """Sends shares to the slices' owners, receives those of the own slice."""
         wire, members = self._wire, self._wire.members
-        slices = dict(zip(members, _slices(flat, len(members)), strict=True))
-        mine = slices[self._me]
-        bucket = _Bucket(number, flat, slices, {}, [], [])
+        bucket = _Bucket(
+            number,
+            dict(zip(members, shares, strict=True)),
+            dict(zip(members, results, strict=True)),
+            {},
+            [],
+            [],
+        )
         tag = wire.tag(number, 0)
         if self._me in self._senders:
-            for peer in wire.others:
-                if slices[peer].numel():
-                    bucket.leaving.append(wire.send(peer, slices[peer], tag))
+            for peer, rest in zip(members, lost, strict=True):
+                codes = self._encode(bucket.shares[peer])
+                if rest is not None:
+                    # What the others will see, and what is missing from it.
+                    self._decode_(codes, rest)
+                    torch.sub(bucket.shares[peer], rest, out=rest)
+                if peer == self._me:
+                    bucket.codes[peer] = codes
+                elif codes.numel():
+                    bucket.leaving.append(wire.send(peer, codes, tag))
         for peer in self._senders:
-            if peer != self._me and mine.numel():
-                bucket.shares[peer] = share = torch.empty_like(mine)
-                bucket.arriving.append(wire.recv(peer, share, tag))
+            if peer != self._me and bucket.shares[self._me].numel():
+                bucket.codes[peer] = codes = self._room(bucket.shares[self._me])
+                bucket.arriving.append(wire.recv(peer, codes, tag))
         return bucket
 
     def _reduce(self, bucket: _Bucket, weights: dict[int, float]) -> Exchange:
         """Finishes the own slice, sends it to all, receives the others'."""
-        wire, mine = self._wire, bucket.slices[self._me]
+        wire, mine = self._wire, bucket.results[self._me]
         yield from bucket.arriving
         bucket.arriving.clear()
         if mine.numel() and weights:
-            shares = bucket.shares | {self._me: mine}
-            mean_of([shares[rank] for rank in weights], [*weights.values()], out=mine)
-        bucket.shares.clear()
+            size = len(mine)
+            shares = {rank: self._values(bucket.codes[rank], size) for rank in weights}
+            mean = self._room_for_mean(mine, shares)
+            mean_of_([*shares.values()], [*weights.values()], out=mean)
+            if self._compare:
+                self._measure(shares, mean)
+        else:
+            mean = mine
+        bucket.codes.clear()
+        codes = self._encode(mean)
         tag = wire.tag(bucket.number, 1)
         for peer in wire.others:
-            if mine.numel():
-                bucket.leaving.append(wire.send(peer, mine, tag))
-            if bucket.slices[peer].numel():
+            if codes.numel():
+                bucket.leaving.append(wire.send(peer, codes, tag))
+            if bucket.results[peer].numel():
                 # Its owner sends only after our share has arrived there, so the memory
                 # that the share left from is free when this is written.
-                handle = wire.recv(peer, bucket.slices[peer], tag)
-                bucket.arriving.append(handle)
+                plain = self._codec is None
+                room = (
+                    bucket.results[peer] if plain else self._room(bucket.shares[peer])
+                )
+                bucket.codes[peer] = room
+                bucket.arriving.append(wire.recv(peer, room, tag))
+        self._decode_(codes, mine)
+
+    def _collect(self, bucket: _Bucket) -> Exchange:
+        """Takes the others' finished slices in."""
+        yield from bucket.arriving
+        for peer, codes in bucket.codes.items():
+            self._decode_(codes, bucket.results[peer])
+        yield from bucket.leaving
+
+    def _encode(self, values: Tensor) -> Tensor:
+        return values if self._codec is None else self._codec.encode(values)
+
+    def _room(self, values: Tensor) -> Tensor:
+        """Memory for the codes of so many values."""
+        if self._codec is None:
+            return torch.empty_like(values)
+        size = self._codec.wire_bytes(len(values))
+        return torch.empty(size, dtype=torch.uint8, device=values.device)
+
+    def _values(self, codes: Tensor, size: int) -> Tensor:
+        return codes if self._codec is None else self._codec.decode(codes, size)
+
+    def _decode_(self, codes: Tensor, out: Tensor) -> None:
+        if self._codec is not None:
+            self._codec.decode(codes, len(out), out)
+        elif codes.data_ptr() != out.data_ptr():
+            out.copy_(codes)
+
+    def _room_for_mean(self, mine: Tensor, shares: dict[int, Tensor]) -> Tensor:
+        """The result's own memory, unless a share is there that is needed later."""
+        own = shares.get(self._me)
+        if own is None or own.data_ptr() != mine.data_ptr():
+            return mine
+        early = [*shares].index(self._me) < 2
+        return mine if early and not self._compare else torch.empty_like(mine)
+
+    def _measure(self, shares: dict[int, Tensor], mean: Tensor) -> None:
+        """Adds this slice's part to the shares' likeness to the mean."""
+        for rank, share in shares.items():
+            self._dots[rank] += float(torch.dot(share, mean))
+            self._squares[rank] += float(torch.dot(share, share))
+        self._mean_square += float(torch.dot(mean, mean))
+
+    def likeness(self) -> Generator[Handle, None, Likeness]:
+        """Adds the slices up: each owner tells each worker three numbers."""
+        wire, tag = self._wire, self._wire.tag(-1, 0)
+        parts = {
+            peer: torch.tensor(
+                [self._dots[peer], self._squares[peer], self._mean_square],
+                dtype=torch.float64,
+            )
+            for peer in wire.members
+        }
+        sent = [wire.send(peer, parts[peer], tag) for peer in wire.others]
+        for peer in wire.others:
+            parts[peer] = torch.empty(3, dtype=torch.float64)
+            yield wire.recv(peer, parts[peer], tag)
+        yield from sent
+        total = torch.stack([parts[rank] for rank in wire.members]).sum(0)
+        dot, share, mean = total.tolist()
+        return Likeness.of(dot=dot, share=share, mean=mean)
 
 
-def mean_of(shares: Sequence[Tensor], weights: Sequence[float], out: Tensor) -> None:
+def mean_of_(shares: Sequence[Tensor], weights: Sequence[float], out: Tensor) -> None:
     """The weighted mean, summed in the order given, into `out`, which is updated.
 
-    Uses the first share up. `out` may be any of them. One alone keeps its bits.
+    One share alone keeps its bits. `out` may be one of the first two.
+
+    >>> out = torch.empty(1)
+    >>> mean_of_([torch.tensor([1.0]), torch.tensor([4.0])], [2.0, 1.0], out)
+    >>> out
+    tensor([2.])
     """
     first, *rest = shares
     if not rest:
-        if first is not out:
+        if out.data_ptr() != first.data_ptr():
             out.copy_(first)
-        return
-    if all(weight == weights[0] for weight in weights):
-        for share in rest:
-            first.add_(share)
-        torch.div(first, len(shares), out=out)
+    elif all(weight == weights[0] for weight in weights):
+        torch.add(first, rest[0], out=out)
+        for share in rest[1:]:
+            out.add_(share)
+        out.div_(len(shares))
     else:
-        total = sum(weights)
-        first.mul_(weights[0] / total)
-        for share, weight in zip(rest, weights[1:], strict=True):
-            first.add_(share, alpha=weight / total)
-        if first is not out:
-            out.copy_(first)
+        factors = [weight / sum(weights) for weight in weights]
+        torch.add(first * factors[0], rest[0], alpha=factors[1], out=out)
+        for share, factor in zip(rest[1:], factors[2:], strict=True):
+            out.add_(share, alpha=factor)
 
 
-def _settle(bucket: _Bucket) -> Exchange:
-    yield from bucket.arriving
-    yield from bucket.leaving
+def _bounds(flat: Tensor, bucket_bytes: int, align: int) -> Iterator[tuple[int, int]]:
+    """Of buckets that are no larger than a message may be."""
+    values = max(bucket_bytes // flat.element_size() // align, 1) * align
+    for start in range(0, len(flat), values):
+        yield start, min(start + values, len(flat))
 
 
-def _cut(
-    flats: Sequence[Tensor], bucket_bytes: int, num_slices: int
-) -> Iterator[Tensor]:
-    """Buckets, none of whose slices is a message of more than `bucket_bytes`."""
-    for flat in flats:
-        values = max(bucket_bytes // flat.element_size() // ALIGN, 1) * ALIGN
-        for start in range(0, len(flat), values):
-            yield flat[start : start + values]
+#: A bucket's slices in order of their owners.
+_Slices = Sequence[Any]
 
 
-def _slices(bucket: Tensor, num_slices: int) -> list[Tensor]:
+def _slices(
+    flat: Tensor | None, start: int, stop: int, num_slices: int, align: int
+) -> _Slices:
     """Equal slices up to alignment; the last ones may be short or empty."""
-    values = -(-bucket.numel() // (num_slices * ALIGN)) * ALIGN
-    bounds = [min(i * values, bucket.numel()) for i in range(num_slices + 1)]
-    return [bucket[a:b] for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
+    if flat is None:
+        return [None] * num_slices
+    values = -(-(stop - start) // (num_slices * align)) * align
+    bounds = [min(start + i * values, stop) for i in range(num_slices + 1)]
+    return [flat[a:b] for a, b in itertools.pairwise(bounds)]
 
 
 # --------------------------------------------------------------------------------------

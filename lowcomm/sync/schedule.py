@@ -18,10 +18,12 @@ class Periodic:
     Args:
         period: inner steps between launches, :math:`H`; 0 for never.
         offset: the first launch, :math:`1 \le o \le H`; `period` if None.
+        overlap: inner steps from a launch to its landing.
     """
 
     period: int
     offset: int | None = None
+    overlap: int = 0
 
     def after(self, step: int) -> int | None:
         """The first launching step after `step`; None for never."""
@@ -29,6 +31,17 @@ class Periodic:
             return None
         offset = self.period if self.offset is None else self.offset
         return max(0, (step - offset) // self.period + 1) * self.period + offset
+
+
+def staggered(period: int, count: int, overlap: int) -> list[Periodic]:
+    """Schedules of `count` fragments, spread evenly over the period.
+
+    >>> [schedule.offset for schedule in staggered(period=10, count=4, overlap=0)]
+    [3, 5, 8, 10]
+    """
+    return [
+        Periodic(period, -(-(i + 1) * period // count), overlap) for i in range(count)
+    ]
 
 
 def check_period(name: str, period: object, *, least: int = 1) -> int:
@@ -40,3 +53,15 @@ def check_period(name: str, period: object, *, least: int = 1) -> int:
     if period < least:
         raise ValueError(f"{name} must be at least {least}, got {name}={period}.")
     return period
+
+
+def check_overlap(overlap: object, period: int) -> int:
+    """Returns `overlap` if it fits into the period, raises otherwise."""
+    overlap = check_period("overlap", overlap, least=0)
+    if overlap and overlap >= period:
+        raise ValueError(
+            f"overlap must be smaller than the period, got {overlap=} with "
+            f"sync_every={period}. Overlap of a whole round is eager=True, where the "
+            "method has it."
+        )
+    return overlap

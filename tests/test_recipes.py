@@ -1,0 +1,501 @@
+"""The recipes: data and checkpoints by themselves, then runs, launched as users do.
+
+Whole runs take seconds, nearly all of it imports. So there are few, each checking much.
+"""
+
+import importlib
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from lowcomm.testing import free_port, run_workers
+
+ROOT = Path(__file__).parent.parent
+RECIPES = ROOT / "recipes"
+METHODS = ("ddp", "local_sgd", "diloco")
+TIMES = ("exposed_s", "tokens_s", "wall_s")
+NUM_STEPS, SYNC_EVERY = 120, 10
+
+
+@pytest.fixture
+def recipe(monkeypatch):
+    """Imports a recipe's file as its neighbours do."""
+    monkeypatch.syspath_prepend(RECIPES)
+    return importlib.import_module
+
+
+def test_recipes_are_not_a_package():
+    with pytest.raises(ModuleNotFoundError, match="never imported"):
+        importlib.import_module("recipes")
+
+
+# -------------------------------------------------------------------------------------
+# The command line
+
+
+def complaint(configure, capsys, arguments):
+    """What is printed for wrong arguments, without the box around it."""
+    with pytest.raises(SystemExit) as error:
+        configure(arguments)
+    assert error.value.code == 2
+    output = capsys.readouterr()
+    return " ".join(re.sub("[─│╭╮╰╯|+]|-{3,}", " ", output.out + output.err).split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "Expected one of {smoke, demo, stdlib_small}."),
+        (["no_such_run"], "Unrecognized options: no_such_run Available subcommands"),
+        (["smoke", "--method", "sgd"], "invalid choice 'sgd' for argument '--method'"),
+        (["smoke", "--sync-evry", "3"], "Unrecognized options: --sync-evry"),
+        (["smoke", "--sync-evry", "3"], "Perhaps you meant: --sync-every"),
+        (["smoke", "--num-steps", "many"], "Error parsing --num-steps"),
+        (["smoke", "--num-steps", "0"], "must be at least 1, got num_steps=0."),
+        (
+            ["smoke", "--log-every", "4", "--eval-every", "6"],
+            "eval_every must be a multiple of log_every, got eval_every=6 with "
+            "log_every=4.",
+        ),
+    ],
+)
+def test_a_wrong_command_line_is_explained(recipe, capsys, arguments, message):
+    assert message in complaint(recipe("runs").configure, capsys, arguments)
+
+
+def test_one_worker_explains_for_all(recipe, capsys):
+    with pytest.raises(SystemExit):
+        recipe("runs").configure(["no_such_run"], quiet=True)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_every_run_carries_its_name(recipe):
+    runs = recipe("runs")
+    for name in runs.RUNS:
+        assert runs.configure([name, "--num-steps", "7"]).name == name
+
+
+# -------------------------------------------------------------------------------------
+# Documents and tokens
+
+
+def words(seed, num_words=60):
+    generator = random.Random(seed)
+    syllables = ["ba", "do", "ke", "li", "mu", "na", "po", "ri", "se", "tu"]
+    return " ".join(
+        "".join(generator.choices(syllables, k=generator.randint(1, 3)))
+        for _ in range(num_words)
+    )
+
+
+def write_json_lines(file, num_documents):
+    lines = [json.dumps({"text": words(seed)}) for seed in range(num_documents)]
+    file.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return file
+
+
+def test_documents_are_files_and_json_lines_in_order_of_name(recipe, tmp_path):
+    (tmp_path / "b.txt").write_text("in b", encoding="utf-8")
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "c.py").write_text("in c", encoding="utf-8")
+    (tmp_path / "a.jsonl").write_text(
+        '{"text": "line 1\\u2028still line 1"}\n\n{"text": "line 3", "more": 1}\n',
+        encoding="utf-8",
+    )
+    (tmp_path / ".hidden").write_bytes(b"\xff")
+    (tmp_path / "empty.txt").touch()
+    assert recipe("data").read_documents(tmp_path) == [
+        "line 1\u2028still line 1",
+        "line 3",
+        "in b",
+        "in c",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", b'{"text": "ok"}\n{"txt": "no"}\n', r"txt.*a\.jsonl, line 2"),
+        ("a.jsonl", b'{"text": "ok"}\n{"text": 3}\n', r"a\.jsonl, line 2"),
+        ("a.jsonl", b"not JSON\n", r"'not JSON' in .*a\.jsonl, line 1"),
+        ("a.txt", b"\xff\xfe", r"UTF-8 text, got .*a\.txt.*Convert or remove"),
+        ("a.txt", b" \n", r"must hold some text"),
+    ],
+)
+def test_what_is_no_text_is_named(recipe, tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        recipe("data").read_documents(tmp_path / name)
+
+
+def test_data_that_does_not_exist_is_named(recipe, tmp_path):
+    with pytest.raises(ValueError, match="no_such_file"):
+        recipe("data").read_documents(tmp_path / "no_such_file")
+
+
+def test_the_default_is_the_standard_library_without_tests(recipe):
+    documents = recipe("data").read_documents(None)
+    assert len(documents) > 100
+    assert any("class OrderedDict" in document for document in documents)
+    assert not any("class TestOrderedDict" in document for document in documents)
+
+
+def test_the_split_is_by_document_and_always_the_same(recipe):
+    split = recipe("data").split
+    documents = [words(seed) for seed in range(40)]
+    train, validation = split(documents)
+    assert sorted(train + validation) == sorted(documents)
+    assert len(validation) == 2
+    assert split(documents) == (train, validation)
+
+
+def test_a_lone_document_is_cut_at_a_line(recipe):
+    text = "".join(f"line {i}\n" for i in range(100))
+    (train,), (validation,) = recipe("data").split([text])
+    assert train + validation == text
+    assert validation.startswith("line 9")
+
+
+def test_tokens_are_the_text_with_ends(recipe):
+    data = recipe("data")
+    documents = ["one\n\ttwo", "drei \u00e4\u00f6\u00fc \U0001f600"]
+    tokenizer = data.train_tokenizer(documents * 9, vocab_size=270)
+    tokens = data.encode(tokenizer, documents)
+    assert tokens.dtype == np.uint16
+    text = tokenizer.decode(tokens.tolist(), skip_special_tokens=False)
+    assert text == "".join(text + data.END_OF_DOCUMENT for text in documents)
+
+
+def test_a_corpus_is_made_once(recipe, tmp_path, monkeypatch):
+    data = recipe("data")
+    file, cache = write_json_lines(tmp_path / "a.jsonl", 40), tmp_path / "cache"
+    made = data.load_corpus(file, 300, cache, make=True)
+    monkeypatch.delattr(data, "train_tokenizer")
+    for make in (True, False):
+        again = data.load_corpus(file, 300, cache, make=make)
+        assert again.key == made.key
+        assert np.array_equal(again.train, made.train)
+        assert np.array_equal(again.validation, made.validation)
+    assert [entry.name for entry in cache.iterdir()] == [made.key]
+
+
+def test_another_text_or_vocabulary_is_another_corpus(recipe):
+    key = recipe("data").corpus_key
+    keys = [key(["a", "b"], 300), key(["ab"], 300), key(["b", "a"], 300)]
+    assert len({*keys, key(["a", "b"], 301)}) == 4
+
+
+def test_a_corpus_that_another_job_made_first_is_taken(recipe, tmp_path):
+    data = recipe("data")
+    documents = [words(seed) for seed in range(3)]
+    for _ in range(2):
+        data.make_cache_entry(tmp_path / "cache" / "key", documents, 300)
+    assert len(list((tmp_path / "cache").iterdir())) == 1
+
+
+@pytest.mark.parametrize("vocab_size", [256, 2**16 + 1])
+def test_a_vocabulary_that_does_not_fit_is_refused(recipe, tmp_path, vocab_size):
+    with pytest.raises(ValueError, match=f"from 257 to 65536, got {vocab_size=}"):
+        recipe("data").load_corpus(None, vocab_size, tmp_path, make=True)
+
+
+# -------------------------------------------------------------------------------------
+# Who reads what
+
+CONTEXT = 4
+NUM_WINDOWS = 23
+TOKENS = np.arange(NUM_WINDOWS * CONTEXT + 1, dtype=np.uint16)
+
+
+def make_batches(data, rank=0, world=2, batch_size=3, **changed):
+    settings = {"context": CONTEXT, "seed": 7, **changed}
+    return data.Batches(
+        TOKENS, rank=rank, world=world, batch_size=batch_size, **settings
+    )
+
+
+def first_tokens(batches, num_steps):
+    """The first token of each window, which names the window here."""
+    return [next(batches)[:, 0].tolist() for _ in range(num_steps)]
+
+
+def test_windows_hold_inputs_and_targets(recipe):
+    batch = next(make_batches(recipe("data")))
+    assert batch.shape == (3, CONTEXT + 1)
+    assert batch.dtype == torch.int64
+    torch.testing.assert_close(batch[:, 1:], batch[:, :-1] + 1)
+
+
+def test_workers_share_an_epoch_without_overlap(recipe):
+    # 23 windows make 3 steps of 2 workers with 3 windows each; 5 are left out.
+    data = recipe("data")
+    read = [first_tokens(make_batches(data, rank), 6) for rank in range(2)]
+    epochs = [sum(read[0][e : e + 3] + read[1][e : e + 3], []) for e in (0, 3)]
+    for epoch in epochs:
+        assert len(set(epoch)) == len(epoch) == 18
+    assert epochs[0] != epochs[1]
+
+
+def test_a_step_reads_the_same_windows_however_many_workers_share_it(recipe):
+    data = recipe("data")
+    alone = first_tokens(make_batches(data, world=1, batch_size=4), 10)
+    two, four = (
+        [
+            first_tokens(make_batches(data, rank, world, batch_size=4 // world), 10)
+            for rank in range(world)
+        ]
+        for world in (2, 4)
+    )
+    for step in range(10):
+        together = sorted(alone[step])
+        assert sorted(sum((worker[step] for worker in two), [])) == together
+        assert sorted(sum((worker[step] for worker in four), [])) == together
+
+
+def test_two_resumes_change_nothing(recipe):
+    data = recipe("data")
+    uninterrupted = first_tokens(make_batches(data), 20)
+    read, state = [], None
+    for num_steps in (4, 9, 7):  # ends in the middle of epochs
+        batches = make_batches(data)
+        if state:
+            batches.load_state_dict(json.loads(state))
+        read += first_tokens(batches, num_steps)
+        state = json.dumps(batches.state_dict())
+    assert read == uninterrupted
+
+
+def test_peeking_moves_nothing(recipe):
+    batches = make_batches(recipe("data"))
+    assert torch.equal(batches.peek(), batches.peek())
+    assert torch.equal(batches.peek(), next(batches))
+
+
+@pytest.mark.parametrize("changed", [{"seed": 8}, {"context": 5}])
+def test_a_position_in_other_data_is_refused(recipe, changed):
+    data = recipe("data")
+    state = make_batches(data).state_dict()
+    with pytest.raises(ValueError, match="must be that of the checkpoint"):
+        make_batches(data, **changed).load_state_dict(state)
+
+
+def test_too_little_text_is_refused(recipe):
+    data = recipe("data")
+    make_batches(data, world=1, batch_size=NUM_WINDOWS)
+    with pytest.raises(ValueError, match="at least 24 windows.*got 23"):
+        make_batches(data, world=1, batch_size=NUM_WINDOWS + 1)
+    with pytest.raises(ValueError, match="more than 4 tokens of validation, got 4"):
+        data.validation_windows(TOKENS[:4], CONTEXT, 2)
+
+
+def test_validation_is_spread_over_the_text(recipe):
+    spread = recipe("data").validation_windows
+    assert spread(TOKENS, CONTEXT, 4)[:, 0].tolist() == [0, 20, 44, 68]
+    assert len(spread(TOKENS, CONTEXT, 1000)) == NUM_WINDOWS
+
+
+def same_shard_twice(rank, recipes):
+    sys.path.insert(0, recipes)
+    check = importlib.import_module("pretrain").check_shards_differ
+    data = importlib.import_module("data")
+    check(make_batches(data, rank))
+    check(make_batches(data, rank=0))
+
+
+@pytest.mark.workers
+def test_workers_that_read_the_same_are_found_out():
+    with pytest.raises(RuntimeError, match="must read different data"):
+        run_workers(same_shard_twice, 2, str(RECIPES))
+
+
+# -------------------------------------------------------------------------------------
+# Checkpoints and metrics
+
+
+def save_some(rank, recipes, folder):
+    sys.path.insert(0, recipes)
+    checkpoints = importlib.import_module("checkpoints")
+    mine = checkpoints.Checkpoints(folder)
+    assert mine.newest == 0
+    for step in (5, 10, 15):
+        mine.save(step, {"value": torch.tensor(step + rank)})
+    drawn = torch.rand(1).item(), np.random.rand(), random.random()
+    # As if rank 1 had been killed before it had saved step 15.
+    if rank == 1:
+        mine._path(15).rename(mine._path(15).with_suffix(".unfinished"))
+    torch.distributed.barrier()
+
+    found = checkpoints.Checkpoints(folder)
+    state = found.load()
+    again = torch.rand(1).item(), np.random.rand(), random.random()
+    assert again == drawn
+    return found.newest, state["value"].item(), found._steps()
+
+
+def open_some(rank, recipes, folder):
+    sys.path.insert(0, recipes)
+    importlib.import_module("checkpoints").Checkpoints(folder)
+
+
+@pytest.mark.workers
+def test_the_newest_checkpoint_is_one_that_all_have(tmp_path):
+    results = run_workers(save_some, 2, str(RECIPES), tmp_path)
+    assert results == [(10, 10, [10]), (10, 11, [10])]
+    with pytest.raises(ValueError, match="number of workers.*got 3"):
+        run_workers(open_some, 3, str(RECIPES), tmp_path)
+
+
+def test_metrics_after_the_checkpoint_are_written_again(recipe, tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    keep_lines_until = recipe("report").keep_lines_until
+    file.write_text('{"step": 5}\n{"step": 10}\n{"step": 15}\n{"st', encoding="utf-8")
+    keep_lines_until(file, 10)
+    assert file.read_text(encoding="utf-8") == '{"step": 5}\n{"step": 10}\n'
+
+
+# -------------------------------------------------------------------------------------
+# Whole runs
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A directory of data and of one cache; runs go to its out/smoke/<method>."""
+    folder = tmp_path_factory.mktemp("recipes")
+    write_json_lines(folder / "words.jsonl", 100)
+    return folder
+
+
+def start(place, launcher, *flags, **environment):
+    command = [sys.executable, *launcher, str(RECIPES / "pretrain.py"), "smoke", *flags]
+    return subprocess.Popen(
+        [*command, "--data", "words.jsonl"],
+        cwd=place,
+        env={
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+            **environment,
+        },
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def torchrun(place, *flags):
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    return end(start(place, launcher, *flags))
+
+
+def end(process, timeout_s=100):
+    """Waits for a run that must succeed, and returns what it printed."""
+    try:
+        output, _ = process.communicate(timeout=timeout_s)
+    finally:
+        process.terminate()  # torchrun then ends its workers
+    assert process.returncode == 0, output
+    return output
+
+
+def start_workers(place, *flags):
+    """The two processes that torchrun would start, at hand to be killed."""
+    rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    return [
+        start(
+            place,
+            (),
+            *flags,
+            RANK=str(rank),
+            LOCAL_RANK=str(rank),
+            WORLD_SIZE="2",
+            **rendezvous,
+        )
+        for rank in range(2)
+    ]
+
+
+def metrics_of(folder):
+    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def without_times(metrics):
+    return [{k: v for k, v in line.items() if k not in TIMES} for line in metrics]
+
+
+@pytest.mark.workers
+@pytest.mark.parametrize("method", METHODS)
+def test_a_run_trains_and_tells(recipe, place, method):
+    output = torchrun(place, "--method", method, "--num-steps", str(NUM_STEPS))
+    assert f"step {NUM_STEPS}/{NUM_STEPS}" in output
+
+    out = place / "out" / "smoke" / method
+    facts = json.loads((out / "run.json").read_text(encoding="utf-8"))
+    metrics = metrics_of(out)
+    assert [line["step"] for line in metrics] == list(range(5, NUM_STEPS + 1, 5))
+    documented = recipe("report").Report.__doc__
+    assert all(re.search(rf"^ +{key} ", documented, re.M) for key in metrics[0])
+
+    # Two workers, four windows of 32 tokens each.
+    assert all(line["tokens"] == line["step"] * 2 * 4 * 32 for line in metrics)
+    assert metrics[-1]["loss"] < metrics[0]["loss"] - 0.5
+    validated = [line["step"] for line in metrics if line["val_loss"] is not None]
+    assert validated == list(range(20, NUM_STEPS + 1, 20))
+    assert metrics[-1]["val_loss"] == pytest.approx(metrics[-1]["loss"], abs=0.5)
+
+    # A mean of S bytes over two workers sends S from each.
+    period = 1 if method == "ddp" else SYNC_EVERY
+    for line in metrics:
+        expected = line["step"] // period * facts["parameters"] * 4
+        assert line["bytes_sent"] == pytest.approx(expected, rel=0.01)
+    assert (metrics[-1]["setup_bytes"] is None) == (method == "ddp")
+    assert metrics[-1]["exposed_s"] <= metrics[-1]["wall_s"]
+
+
+@pytest.mark.workers
+def test_a_killed_run_resumes_to_the_same_bits(place):
+    flags = ("--method", "diloco", "--num-steps", str(NUM_STEPS))
+    killed = place / "killed"
+    workers = start_workers(place, *flags, "--save-every", "7", "--out", str(killed))
+    try:
+        # Step 14 is in the middle of the second round.
+        deadline = time.monotonic() + 60
+        while not list(killed.glob("checkpoints/step14-*.pt")):
+            assert all(worker.poll() is None for worker in workers)
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.communicate()
+    assert metrics_of(killed)[-1]["step"] < NUM_STEPS
+
+    saving = ("--save-every", "7", "--out", str(killed))
+    torchrun(place, *flags, *saving, "--resume")
+    uninterrupted = place / "out" / "smoke" / "diloco"
+    assert without_times(metrics_of(killed)) == without_times(metrics_of(uninterrupted))
+
+    # The checkpoints of a finished run are not overwritten by a new one.
+    refused = start(place, (), *flags, "--out", str(killed))
+    output, _ = refused.communicate(timeout=60)
+    assert refused.returncode == 1
+    assert "number of workers must be that of the checkpoints, got 1" in output
+
+
+@pytest.mark.workers
+def test_alone_with_accumulation_in_bfloat16(place):
+    flags = ("--num-steps", "20", "--batch-size", "2", "--accumulate", "2", "--bf16")
+    end(start(place, (), *flags, "--method", "ddp", "--out", "alone"))
+    last = metrics_of(place / "alone")[-1]
+    assert last["tokens"] == 20 * 2 * 2 * 32
+    assert last["bytes_sent"] == 0
+    assert last["val_loss"] < 6
