@@ -146,14 +146,15 @@ class BF16(Codec):
 
     def decode_(self, wire: Tensor, flat: Tensor) -> None:
         """Widens."""
-        if wire.storage_offset() % 2:
-            wire = wire.clone()
-        flat.copy_(wire.view(torch.bfloat16))
+        if wire.storage_offset() % 2 == 0:
+            flat.copy_(wire.view(torch.bfloat16))
+        else:
+            flat.copy_(_typed(wire, torch.bfloat16))
 
 
 @dataclass(frozen=True)
 class Int8(Codec):
-    r"""Whole numbers from -127 to 127 and one scale for 512 values: 8.0625 bits a value.
+    r"""Whole numbers up to 127 and one scale for 512 values: 8.0625 bits a value.
 
     .. math::
 
@@ -180,34 +181,21 @@ class Int8(Codec):
 
     def encode_(self, flat: Tensor, wire: Tensor) -> None:
         """Scales and rounds, block by block."""
-        scales = _new_scales(flat)
-        codes = wire[scales.nbytes :].view(torch.int8)
-        for values, scale, code in zip(
-            _rows(flat, flat.numel()),
-            _rows(scales, flat.numel(), width=1),
-            _rows(codes, flat.numel()),
-            strict=True,
-        ):
-            _quantize(values, 127, scale, code)
+        scales = flat.new_empty(_num_blocks(flat.numel()))
+        for values, scale, code in _scaled_rows(flat, scales, wire):
+            _quantize(values, 127, scale, code.view(torch.int8))
         wire[: scales.nbytes].copy_(scales.view(torch.uint8))
 
     def decode_(self, wire: Tensor, flat: Tensor) -> None:
         """Multiplies, block by block."""
-        scales = _new_scales(flat)
-        scales.view(torch.uint8).copy_(wire[: scales.nbytes])
-        codes = wire[scales.nbytes :].view(torch.int8)
-        for values, scale, code in zip(
-            _rows(flat, flat.numel()),
-            _rows(scales, flat.numel(), width=1),
-            _rows(codes, flat.numel()),
-            strict=True,
-        ):
-            values.copy_(code).mul_(scale)
+        scales = _typed(wire[: 4 * _num_blocks(flat.numel())], torch.float32)
+        for values, scale, code in _scaled_rows(flat, scales, wire):
+            values.copy_(code.view(torch.int8)).mul_(scale)
 
 
 @dataclass(frozen=True)
 class Int4(Codec):
-    r"""Whole numbers from -7 to 7 and one scale for 512 values: 4.0625 bits a value.
+    r"""Whole numbers up to 7 and one scale for 512 values: 4.0625 bits a value.
 
     .. math::
 
@@ -236,18 +224,12 @@ class Int4(Codec):
 
     def encode_(self, flat: Tensor, wire: Tensor) -> None:
         """Scales, rounds and packs, block by block."""
-        scales = _new_scales(flat)
-        for values, scale, packed in zip(
-            _rows(flat, flat.numel()),
-            _rows(scales, flat.numel(), width=1),
-            _rows(wire[scales.nbytes :], flat.numel(), width=_SCALED_BLOCK // 2),
-            strict=True,
-        ):
+        scales = flat.new_empty(_num_blocks(flat.numel()))
+        for values, scale, packed in _scaled_rows(flat, scales, wire, self.block // 2):
             half = packed.shape[1]
             code = _scratch(values, torch.int8)
             _quantize(values, 7, scale, code)
-            # Of whole numbers from -119 to 119 one bit pattern is left: signs first,
-            # then modulo 256.
+            # First q + 16 q', from -119 to 119; then modulo 256.
             signed = packed.view(torch.int8).copy_(code[:, :half])
             signed[:, : code.shape[1] - half].add_(code[:, half:], alpha=16)
             packed.add_(8 + 16 * 8)
@@ -255,14 +237,8 @@ class Int4(Codec):
 
     def decode_(self, wire: Tensor, flat: Tensor) -> None:
         """Unpacks and multiplies, block by block."""
-        scales = _new_scales(flat)
-        scales.view(torch.uint8).copy_(wire[: scales.nbytes])
-        for values, scale, packed in zip(
-            _rows(flat, flat.numel()),
-            _rows(scales, flat.numel(), width=1),
-            _rows(wire[scales.nbytes :], flat.numel(), width=_SCALED_BLOCK // 2),
-            strict=True,
-        ):
+        scales = _typed(wire[: 4 * _num_blocks(flat.numel())], torch.float32)
+        for values, scale, packed in _scaled_rows(flat, scales, wire, self.block // 2):
             half = packed.shape[1]
             code = _scratch(values, torch.uint8)
             lower, upper = code[:, :half], code[:, half:]
@@ -316,15 +292,10 @@ class TopK(Codec):
 
     def encode_(self, flat: Tensor, wire: Tensor) -> None:
         """Chooses, block by block."""
-        count, kept = wire.numel() // 4, self._kept(self.block)
+        count = wire.numel() // 4
         places = torch.empty(count, dtype=torch.int16, device=flat.device)
         values = torch.empty(count, dtype=torch.bfloat16, device=flat.device)
-        for given, place, value in zip(
-            _rows(flat, flat.numel(), block=self.block),
-            _rows(places, flat.numel(), block=self.block, width=kept),
-            _rows(values, flat.numel(), block=self.block, width=kept),
-            strict=True,
-        ):
+        for given, place, value in self._rows(flat, places, values):
             # Bits of magnitudes are ordered as they are, NaN above inf. With the place
             # behind them no two keys are equal, so there is one choice everywhere.
             magnitude = _scratch(given, torch.int32)
@@ -343,21 +314,28 @@ class TopK(Codec):
 
     def decode_(self, wire: Tensor, flat: Tensor) -> None:
         """Puts what was kept into zeros."""
-        half, kept = wire.numel() // 2, self._kept(self.block)
-        places = wire[:half].clone().view(torch.int16).long()
-        values = wire[half:].clone().view(torch.bfloat16).float()
+        half = wire.numel() // 2
+        places = _typed(wire[:half], torch.int16)
+        values = _typed(wire[half:], torch.bfloat16)
         flat.zero_()
-        for given, place, value in zip(
-            _rows(flat, flat.numel(), block=self.block),
-            _rows(places, flat.numel(), block=self.block, width=kept),
-            _rows(values, flat.numel(), block=self.block, width=kept),
-            strict=True,
-        ):
-            given.scatter_(1, place, value)
+        for given, place, value in self._rows(flat, places, values):
+            given.scatter_(1, place.long(), value.float())
 
     def _kept(self, m: int) -> int:
         """How many of `m` values in a block are kept."""
         return math.ceil(m * self.density)
+
+    def _rows(
+        self, flat: Tensor, places: Tensor, values: Tensor
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Values, the kept places and the kept values, a row for each block."""
+        n, kept = flat.numel(), self._kept(self.block)
+        return zip(
+            _rows(flat, n, self.block, self.block),
+            _rows(places, n, self.block, kept),
+            _rows(values, n, self.block, kept),
+            strict=True,
+        )
 
 
 _CODECS: dict[str, type[Codec]] = {
@@ -398,9 +376,7 @@ def _num_blocks(n: int) -> int:
     return -(-n // _SCALED_BLOCK)
 
 
-def _rows(
-    flat: Tensor, n: int, *, block: int = _SCALED_BLOCK, width: int | None = None
-) -> Iterator[Tensor]:
+def _rows(flat: Tensor, n: int, block: int, width: int) -> Iterator[Tensor]:
     """What belongs to `n` values as matrices with a row for each block.
 
     Few enough rows at a time to stay in a core's cache, and a last matrix for a last
@@ -410,15 +386,32 @@ def _rows(
         flat: `width` elements for each whole block, then those of a short one.
         n: number of values.
         block: values in a block.
-        width: elements that belong to a block; `block` if None.
+        width: elements that belong to a block.
     """
-    width = block if width is None else width
     blocks, rest = divmod(n, block)
-    whole = flat[: blocks * width]
     if blocks:
-        yield from whole.view(blocks, width).split(_chunk_values(flat) // block)
+        whole = flat[: blocks * width].view(blocks, width)
+        yield from torch.split(whole, _chunk_values(flat) // block)
     if rest:
         yield flat[blocks * width :].view(1, -1)
+
+
+def _scaled_rows(
+    flat: Tensor, scales: Tensor, wire: Tensor, width: int = _SCALED_BLOCK
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Values, scales and bytes of codes, `width` a block, a row for each block."""
+    n = flat.numel()
+    return zip(
+        _rows(flat, n, _SCALED_BLOCK, _SCALED_BLOCK),
+        _rows(scales, n, _SCALED_BLOCK, 1),
+        _rows(wire[scales.nbytes :], n, _SCALED_BLOCK, width),
+        strict=True,
+    )
+
+
+def _typed(message: Tensor, dtype: torch.dtype) -> Tensor:
+    """A copy of bytes as numbers, which cannot begin at any byte."""
+    return message.clone().view(dtype)
 
 
 def _chunk_values(tensor: Tensor) -> int:
@@ -447,12 +440,6 @@ def _scratch(like: Tensor, dtype: torch.dtype) -> Tensor:
     return rooms[dtype][: like.numel()].view(like.shape)
 
 
-def _new_scales(flat: Tensor) -> Tensor:
-    """Room for the scales of blocks of `flat`, shape `(blocks,)`."""
-    blocks = _num_blocks(flat.numel())
-    return torch.empty(blocks, dtype=torch.float32, device=flat.device)
-
-
 def _quantize(values: Tensor, levels: int, scale: Tensor, code: Tensor) -> None:
     r"""Rounds each row to multiples of its own scale.
 
@@ -468,10 +455,10 @@ def _quantize(values: Tensor, levels: int, scale: Tensor, code: Tensor) -> None:
     ratio = _scratch(values, torch.float32)
     peak = torch.abs(values, out=ratio).amax(1, keepdim=True)
     # On tensors, not numbers: a GPU would multiply by a rounded 1 / levels.
-    divisor = torch.full((1, 1), float(levels), device=values.device)
-    least = torch.full((1, 1), _FLOAT32_LEAST, device=values.device)
-    # The smallest float on top rounds scales up that are too small to be normal, else
-    # ratios would exceed `levels`; it changes no other. Zero times inf makes a NaN.
+    divisor = values.new_full((1, 1), levels)
+    least = values.new_full((1, 1), _FLOAT32_LEAST)
+    # The smallest float on top rounds up those scales that are too small to be precise,
+    # or ratios would exceed `levels`; to others it is nothing. Zero times inf is NaN.
     torch.addcdiv(least.add(peak, alpha=0), peak, divisor, out=scale)
     # The largest ratio times the scale must not round to inf.
     scale.clamp_(max=_FLOAT32_MAX / levels * (1 - 2**-23))

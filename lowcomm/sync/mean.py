@@ -394,7 +394,7 @@ class _Pipeline:
         yield from bucket.leaving
 
     def _encode(self, values: Tensor) -> Tensor:
-        return values if self._codec is None else self._codec.encode(values)
+        return values if self._codec is None else self._codec.encode(values.float())
 
     def _room(self, values: Tensor) -> Tensor:
         """Memory for the codes of so many values."""
@@ -408,7 +408,10 @@ class _Pipeline:
 
     def _decode_(self, codes: Tensor, out: Tensor) -> None:
         if self._codec is not None:
-            self._codec.decode(codes, len(out), out)
+            if out.dtype == torch.float32:
+                self._codec.decode(codes, len(out), out)
+            else:
+                out.copy_(self._codec.decode(codes, len(out)))
         elif codes.data_ptr() != out.data_ptr():
             out.copy_(codes)
 
@@ -423,6 +426,7 @@ class _Pipeline:
     def _measure(self, shares: dict[int, Tensor], mean: Tensor) -> None:
         """Adds this slice's part to the shares' likeness to the mean."""
         for rank, share in shares.items():
+            share = share.to(mean.dtype)
             self._dots[rank] += float(torch.dot(share, mean))
             self._squares[rank] += float(torch.dot(share, share))
         self._mean_square += float(torch.dot(mean, mean))
