@@ -8,9 +8,11 @@ from lowcomm.optim.diloco import DiLoCo
 from lowcomm.optim.local_sgd import LocalSGD
 from lowcomm.simulate import simulate
 from lowcomm.sync.errors import PeerLost, PeerMismatch, SyncError
+from lowcomm.sync.link import Link
 
 __all__ = [
     "DiLoCo",
+    "Link",
     "LocalSGD",
     "PeerLost",
     "PeerMismatch",

@@ -9,13 +9,16 @@ from typing import Any, TypeVar
 import torch
 
 from lowcomm.sync.errors import PeerLost, SyncError
+from lowcomm.sync.link import Link
 from lowcomm.sync.seam import Group, enter_group
 from lowcomm.sync.turns import World
 
 T = TypeVar("T")
 
 
-def simulate(worker: Callable[[int, Group], T], num_workers: int) -> list[T]:
+def simulate(
+    worker: Callable[[int, Group], T], num_workers: int, *, link: Link | None = None
+) -> list[T]:
     """Runs `worker(rank, group)` for every rank, in threads that take turns.
 
     Optimizers built inside find their group by themselves. The turn passes only while
@@ -37,6 +40,8 @@ def simulate(worker: Callable[[int, Group], T], num_workers: int) -> list[T]:
     Args:
         worker: called with its rank and its group.
         num_workers: how many workers.
+        link: a network whose time passes on a virtual clock, `group.now()`; None for
+            one that takes no time.
 
     Returns:
         The workers' results in rank order.
@@ -52,7 +57,7 @@ def simulate(worker: Callable[[int, Group], T], num_workers: int) -> list[T]:
         raise TypeError(f"worker must be a function (rank, group), got {worker!r}.")
     if not isinstance(num_workers, int) or num_workers < 1:
         raise ValueError(f"num_workers must be at least 1, got {num_workers=}.")
-    world = World(num_workers)
+    world = World(num_workers, link)
     results: list[Any] = [None] * num_workers
     errors: dict[int, BaseException] = {}
     num_threads = torch.get_num_threads()

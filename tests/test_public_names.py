@@ -10,6 +10,7 @@ ROOT = Path(__file__).parent.parent
 
 NAMES = [
     "DiLoCo",
+    "Link",
     "LocalSGD",
     "PeerLost",
     "PeerMismatch",

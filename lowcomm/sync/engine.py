@@ -196,6 +196,7 @@ class Engine:
         """Called after every inner step: lands and launches what is due."""
         self._stats.steps += 1
         self._clock += 1
+        self.group.tick()
         if self._clock >= self._next:
             self._resend()
             self._land_all(p for p in self._pending if p.lands <= self._clock)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from lowcomm.sync.errors import PeerLost
-from lowcomm.sync.seam import Exchange, Group, Handle, Task, current_group
+from lowcomm.sync.seam import Exchange, Group, Handle, Task, current_group, no_answer
 from lowcomm.sync.turns import alone
 
 _lanes: weakref.WeakKeyDictionary[Any, itertools.count[int]] = (
@@ -176,10 +176,7 @@ class _ThreadTask(Task):
 
     def wait(self, timeout_s: float) -> Any:
         if not self._done.wait(timeout_s):
-            raise PeerLost(
-                f"rank {self._peer} did not answer within {timeout_s} s. Raise "
-                "timeout_s if it is only slow; else restart from a checkpoint."
-            )
+            raise PeerLost(no_answer(self._peer, timeout_s))
         if self._error is not None:
             raise self._error
         return self._outcome

@@ -256,8 +256,7 @@ def _finish(
 ) -> Generator[Handle, None, Outcome]:
     included = counted(headers)
     yield from pipeline.run({rank: headers[rank].weight for rank in included})
-    likeness = (yield from pipeline.likeness()) if job.compare and included else None
-    return Outcome(headers, included, wire.bytes_sent, likeness)
+    return Outcome(headers, included, wire.bytes_sent, pipeline.likeness)
 
 
 def broadcast_(
@@ -305,6 +304,8 @@ class _Pipeline:
         self._dots = dict.fromkeys(wire.members, 0.0)
         self._squares = dict.fromkeys(wire.members, 0.0)
         self._mean_square = 0.0
+        self._parts: dict[int, Tensor] = {}
+        self.likeness: Likeness | None = None
 
     def fill(self) -> None:
         """Puts shares on the wire until as many buckets as allowed are under way."""
@@ -321,8 +322,15 @@ class _Pipeline:
             self.fill()
             if len(self._gathering) > DEPTH:
                 yield from self._collect(self._gathering.popleft())
+        # The owners' numbers travel with their last slices: no latency more.
+        told = self._tell() if self._compare and weights else []
         while self._gathering:
             yield from self._collect(self._gathering.popleft())
+        yield from told
+        if self._parts:
+            parts = torch.stack([*self._parts.values()])
+            dot, share, mean = parts.sum(0).tolist()
+            self.likeness = Likeness.of(dot=dot, share=share, mean=mean)
 
     def _share(
         self, number: int, shares: _Slices, results: _Slices, lost: _Slices
@@ -431,24 +439,18 @@ class _Pipeline:
             self._squares[rank] += float(torch.dot(share, share))
         self._mean_square += float(torch.dot(mean, mean))
 
-    def likeness(self) -> Generator[Handle, None, Likeness]:
-        """Adds the slices up: each owner tells each worker three numbers."""
+    def _tell(self) -> list[Handle]:
+        """Tells each worker what this owner has measured of its share."""
         wire, tag = self._wire, self._wire.tag(-1, 0)
-        parts = {
-            peer: torch.tensor(
-                [self._dots[peer], self._squares[peer], self._mean_square],
-                dtype=torch.float64,
-            )
-            for peer in wire.members
-        }
-        sent = [wire.send(peer, parts[peer], tag) for peer in wire.others]
-        for peer in wire.others:
-            parts[peer] = torch.empty(3, dtype=torch.float64)
-            yield wire.recv(peer, parts[peer], tag)
-        yield from sent
-        total = torch.stack([parts[rank] for rank in wire.members]).sum(0)
-        dot, share, mean = total.tolist()
-        return Likeness.of(dot=dot, share=share, mean=mean)
+        handles = []
+        for rank in wire.members:
+            numbers = [self._dots[rank], self._squares[rank], self._mean_square]
+            self._parts[rank] = mine = torch.tensor(numbers, dtype=torch.float64)
+            if rank != self._me:
+                handles.append(wire.send(rank, mine, tag))
+                self._parts[rank] = torch.empty_like(mine)
+                handles.append(wire.recv(rank, self._parts[rank], tag))
+        return handles
 
 
 def mean_of_(shares: Sequence[Tensor], weights: Sequence[float], out: Tensor) -> None:

@@ -42,6 +42,14 @@ class Task(ABC):
         """
 
 
+def no_answer(peer: int | None, timeout_s: float) -> str:
+    """The message of a wait that has run out."""
+    return (
+        f"rank {peer} did not answer within {timeout_s} s. Raise timeout_s if it is "
+        "only slow; else restart from a checkpoint."
+    )
+
+
 class Group(ABC):
     """The workers that exchange with each other, seen from one of them.
 
@@ -81,6 +89,9 @@ class Group(ABC):
     def now(self) -> float:
         """Seconds on the clock of waits."""
         return time.monotonic()
+
+    def tick(self) -> None:  # noqa: B027 - time passes by itself elsewhere
+        """Called after every inner step, for clocks that are driven by hand."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Group:
         # A copied optimizer talks to the same workers; sockets have no copies.

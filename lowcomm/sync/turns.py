@@ -8,14 +8,15 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from lowcomm.sync.errors import PeerLost, SyncError
-from lowcomm.sync.seam import Exchange, Group, Handle, Task
+from lowcomm.sync.link import Clock, Link
+from lowcomm.sync.seam import Exchange, Group, Handle, Task, no_answer
 
 
 class World:
@@ -26,11 +27,15 @@ class World:
 
     Args:
         num_workers: how many there are.
+        link: the network between them; None for one that takes no time.
     """
 
-    def __init__(self, num_workers: int) -> None:
+    def __init__(self, num_workers: int, link: Link | None = None) -> None:
         self.num_workers = num_workers
-        self._mail: dict[tuple[int, int, int], deque[Tensor]] = {}
+        self.clock = Clock(link, num_workers)
+        self._mail: dict[tuple[int, int, int], deque[_Message]] = {}
+        self._free_at = [0.0] * num_workers  # when each one's last exchange has ended
+        self._driven: _TurnTask | None = None
         self._tasks: list[_TurnTask] = []
         self._turns = [threading.Semaphore(0) for _ in range(num_workers)]
         self._alive = set(range(num_workers))
@@ -47,6 +52,7 @@ class World:
         """Called by a worker's thread: waits for its first turn."""
         self._turns[rank].acquire()
         _set_rng_state(self._rng[rank])
+        self.clock.mark()
 
     @contextmanager
     def running(self, threads: Sequence[threading.Thread]) -> Iterator[None]:
@@ -74,11 +80,17 @@ class World:
         if self._alive:
             self._turns[self._next(rank)].release()
 
-    def wait(self, rank: int, task: _TurnTask) -> None:
+    def wait(self, rank: int, task: _TurnTask, timeout_s: float) -> None:
         """Lets others run until the task is done."""
+        since = self.clock.now(rank)
         while True:
             self._pump()
+            self.clock.mark()
             if task.done:
+                if task.time - since > timeout_s:
+                    self.clock.wait_until(rank, since + timeout_s)
+                    raise PeerLost(no_answer(task.peer, timeout_s))
+                self.clock.wait_until(rank, task.time)
                 return
             if self._stopped:
                 raise SyncError("the simulation was stopped")
@@ -95,14 +107,18 @@ class World:
                 self._turns[following].release()
                 self._turns[rank].acquire()
                 _set_rng_state(self._rng[rank])
+                self.clock.mark()
 
-    def post(self, source: int, target: int, tag: int, tensor: Tensor) -> None:
-        """Puts a message where its receiver finds it."""
-        key = (source, target, tag)
-        self._mail.setdefault(key, deque()).append(tensor.clone())
+    def post(self, source: int, target: int, tag: int, tensor: Tensor) -> float:
+        """Puts a message where its receiver finds it; returns when it has left."""
+        assert self._driven is not None, "messages are sent by exchanges"
+        left, arrives = self.clock.send(source, tensor.nbytes, self._driven.time)
+        message = _Message(tensor.clone(), arrives)
+        self._mail.setdefault((source, target, tag), deque()).append(message)
         self._stalled = 0
+        return left
 
-    def take(self, source: int, target: int, tag: int) -> Tensor | None:
+    def take(self, source: int, target: int, tag: int) -> _Message | None:
         """The oldest message for a receiver, if there is one."""
         key = (source, target, tag)
         if key not in self._mail:
@@ -127,10 +143,14 @@ class World:
             moved = False
             busy: set[int] = set()
             for task in list(self._tasks):
-                if task.rank not in busy:
-                    moved |= task.advance()
-                    busy.add(task.rank)
+                if task.rank in busy:
+                    continue
+                busy.add(task.rank)
+                task.time = max(task.time, self._free_at[task.rank])
+                self._driven = task
+                moved |= task.advance()
                 if task.done:
+                    self._free_at[task.rank] = task.time
                     self._tasks.remove(task)
             if moved:
                 self._stalled = 0
@@ -149,6 +169,11 @@ def _set_rng_state(state: tuple[Tensor, Any, Any]) -> None:
     random.setstate(state[2])
 
 
+class _Message(NamedTuple):
+    tensor: Tensor
+    arrives: float
+
+
 class LocalGroup(Group):
     """A worker of a `World`."""
 
@@ -164,8 +189,7 @@ class LocalGroup(Group):
         return self._world.new_lane(self.rank)
 
     def send(self, peer: int, tensor: Tensor, tag: int) -> Handle:
-        self._world.post(self.rank, peer, tag, tensor)
-        return _Sent(peer)
+        return _Sent(peer, self._world.post(self.rank, peer, tag, tensor))
 
     def recv(self, peer: int, tensor: Tensor, tag: int) -> Handle:
         return _Letter(self._world, peer, self.rank, tensor, tag)
@@ -174,6 +198,12 @@ class LocalGroup(Group):
         task = _TurnTask(self._world, self.rank, exchange)
         self._world.add(task)
         return task
+
+    def now(self) -> float:
+        return self._world.clock.now(self.rank)
+
+    def tick(self) -> None:
+        self._world.clock.tick(self.rank)
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self._world.num_workers > 1:
@@ -185,8 +215,9 @@ class LocalGroup(Group):
 
 
 class _Sent:
-    def __init__(self, peer: int) -> None:
+    def __init__(self, peer: int, time: float) -> None:
         self.peer = peer
+        self.time = time
 
     def ready(self) -> bool:
         return True
@@ -200,6 +231,7 @@ class _Letter:
         self, world: World, peer: int, rank: int, tensor: Tensor, tag: int
     ) -> None:
         self.peer = peer
+        self.time = 0.0
         self._key = (peer, rank, tag)
         self._world = world
         self._tensor: Tensor | None = tensor
@@ -209,8 +241,9 @@ class _Letter:
             message = self._world.take(*self._key)
             if message is None:
                 return False
-            self._tensor.copy_(message)
+            self._tensor.copy_(message.tensor)
             self._tensor = None
+            self.time = message.arrives
         return True
 
     def wait(self) -> None:
@@ -221,6 +254,7 @@ class _TurnTask(Task):
     def __init__(self, world: World, rank: int, exchange: Exchange) -> None:
         self._world = world
         self.rank = rank
+        self.time = world.clock.now(rank)
         self._exchange = exchange
         self._awaited: Any = None
         self.done = False
@@ -237,6 +271,8 @@ class _TurnTask(Task):
         try:
             with torch.no_grad():
                 while self._awaited is None or self._awaited.ready():
+                    if self._awaited is not None:
+                        self.time = max(self.time, self._awaited.time)
                     self._awaited = next(self._exchange)
                     moved = True
         except StopIteration as stop:
@@ -246,7 +282,7 @@ class _TurnTask(Task):
         return moved
 
     def wait(self, timeout_s: float) -> Any:
-        self._world.wait(self.rank, self)
+        self._world.wait(self.rank, self, timeout_s)
         if self._error is not None:
             raise self._error
         return self._outcome
