@@ -62,6 +62,9 @@ def peaks(flat, block):
         pytest.param(Int4(), [7, -3.4, 0.6], "0000803f 9f 85", id="int4-odd"),
         # Halves (0, -14) and (6, 14) in steps of 2: 8 + 16 (3+8), 1 + 16 (7+8).
         pytest.param(Int4(), [0, -14, 6, 14], "00000040 b8 f1", id="int4-even"),
+        # No division by a scale of zero, or by a denormal one.
+        pytest.param(Int8(), [0, -0.0], "0000803f 00 00", id="int8-zeros"),
+        pytest.param(Int4(), [0, -0.0], "0000803f 88", id="int4-zeros"),
         pytest.param(TopK(0.5), [3, -1, 0, -4], "0000 0300 4040 80c0", id="topk"),
     ],
 )
@@ -330,6 +333,14 @@ def test_topk_keeps_exactly_the_largest(n, seed, density):
         expected = torch.zeros_like(given_)
         expected[largest] = given_[largest].bfloat16().float()
         assert torch.equal(kept, expected)
+
+
+def test_topk_tells_magnitudes_apart_that_bfloat16_does_not():
+    above_one = torch.randperm(4096, generator=torch.Generator().manual_seed(0))
+    flat = 1 + above_one * 2**-23
+    flat[::2] *= -1
+    kept = there_and_back(TopK(), flat).nonzero().flatten()
+    assert sorted(above_one[kept].tolist()) == list(range(4096 - 64, 4096))
 
 
 def test_topk_keeps_the_first_of_equal_magnitudes():

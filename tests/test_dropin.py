@@ -1329,6 +1329,23 @@ def test_a_run_resumed_at_any_step_has_the_bits_of_one_that_never_stopped(
         assert same(resumed[1], straight[1]), f"state, resumed at step {step}"
 
 
+def test_an_outer_rate_set_during_the_run_is_resumed():
+    def build():
+        x = scalar(0.0)
+        inner = torch.optim.SGD([x], lr=1.0)
+        return x, lowcomm.DiLoCo(inner, sync_every=2, outer_lr=0.5, outer_momentum=0.0)
+
+    x, opt = build()
+    opt.outer_lr = 0.25
+    slide(x, opt)
+    y, resumed = build()
+    y.data.copy_(x.data)
+    resumed.load_state_dict(through_a_file(opt.state_dict()))
+    assert resumed.outer_lr == 0.25
+    slide(y, resumed)
+    assert y.item() == -0.5  # a quarter of two steps
+
+
 def test_several_inner_optimizers_resume_with_the_same_bits(method):
     def make(model):
         return method.make(matrices_and_vectors(model), sync_every=3)

@@ -33,6 +33,7 @@ from lowcomm.sync.mean import (
 )
 from lowcomm.sync.peers import Peers, everyone
 from lowcomm.sync.seam import Exchange, Group, Task
+from lowcomm.sync.staging import Staged
 from lowcomm.sync.stream import Landing, Stream
 
 _log = logging.getLogger(__name__)
@@ -114,6 +115,7 @@ class _Pending:
     shares: Flats
     results: Flats
     lost: Flats | None = None
+    staged: Staged | None = None
     alone: bool = False
     task: Task | None = None  # None before it is sent
 
@@ -243,10 +245,7 @@ class Engine:
             weight,
             len(members),
             shares,
-            # What is still needed when the result comes is not overwritten by it.
-            layout.empty() if stream.schedule.overlap else shares,
-            None if stream.residual is None or alone else layout.empty(),
-            alone,
+            *self._rooms(stream, shares, alone=alone),
         )
         progress.due = stream.schedule.after(self._clock)
         self._pending.append(pending)
@@ -254,13 +253,30 @@ class Engine:
         stream.launched_(shares, len(members), finite=finite)
         return pending
 
+    def _rooms(
+        self, stream: Stream, shares: Flats, *, alone: bool
+    ) -> tuple[Flats, Flats | None, Staged | None, bool]:
+        """Memory for the result, for what the codec loses, and for the wire to read."""
+        if alone:
+            return shares, None, None, True
+        device = self.group.device
+        lost = None if stream.residual is None else stream.layout.empty(device)
+        if any(flat.device.type != device.type for flat in shares.tensors):
+            staged = Staged(shares, device, self.group.rank)
+            return staged.flats, lost, staged, False
+        # What is still needed when the result comes is not overwritten by it.
+        kept = stream.schedule.overlap > 0
+        return stream.layout.empty() if kept else shares, lost, None, False
+
     def _send(self, pending: _Pending) -> None:
         """Puts a share on its way."""
         if pending.alone:
             return
         progress, stream = pending.progress, pending.progress.stream
         wire = self._wire(self._members(stream.peers, progress.round))
-        job = self._job(stream, pending.shares, pending.results, pending.lost)
+        shares = pending.shares if pending.staged is None else pending.staged.flats
+        job = self._job(stream, shares, pending.results, pending.lost)
+        job = job._replace(staged=pending.staged)
         header = self._header(progress, pending)
         pending.task = self._run(mean_(wire, job, header))
 
@@ -308,8 +324,10 @@ class Engine:
             )
             if left_out:
                 self._heal()
-            elif pending.lost is not None:
-                stream.residual = pending.lost
+            elif pending.lost is not None and stream.residual is not None:
+                pairs = zip(stream.residual.tensors, pending.lost.tensors, strict=True)
+                for residual, lost in pairs:
+                    residual.copy_(lost)
         progress.launched_at = pending.steps
         if stream.last is None:
             progress.settled_at = pending.steps
@@ -322,7 +340,8 @@ class Engine:
             result = pending.results[chunk]
             if pending.alone:
                 stream.share_(chunk, result)
-            stream.apply_(chunk, result, landing)
+            device = stream.layout.device_of(chunk)
+            stream.apply_(chunk, result.to(device, non_blocking=True), landing)
 
     def _passed(self, progress: _Progress, *, applied: bool) -> None:
         """Counts a round that is over."""
@@ -362,15 +381,16 @@ class Engine:
         for chunk in stream.layout.chunks:
             stream.share_(chunk, shares[chunk])
         finite = stream.layout.is_finite()
+        rooms = self._rooms(stream, shares, alone=False)
         pending = _Pending(
-            progress, self._clock, self._stats.steps, finite, 1.0, 0, shares, shares
+            progress, self._clock, self._stats.steps, finite, 1.0, 0, shares, *rooms
         )
         self._send(pending)
         assert pending.task is not None
         outcome: Outcome = self._wait(pending.task)
         self._stats.setup_bytes += outcome.bytes_sent
         progress.round += 1
-        return shares
+        return pending.results
 
     def finish(self) -> None:
         """One last exchange of whatever has changed since its last one.
@@ -415,7 +435,7 @@ class Engine:
         stream = progress.stream
         check_headers(headers, stream.name)
         stream.locate()
-        results = stream.layout.new()
+        results = stream.layout.new(self.group.device)
         job = self._job(stream, results, results, None)
         outcome: Outcome = self._wait(self._run(serve_(wire, job, headers)))
         self._count(stream, outcome, 0.0)
@@ -424,9 +444,10 @@ class Engine:
             return
         if outcome.included:
             keep = progress.settled_at < self._stats.steps
+            landing = Landing(keep=keep, settle=not keep)
             for chunk in stream.layout.chunks:
-                landing = Landing(keep=keep, settle=not keep)
-                stream.apply_(chunk, results[chunk], landing)
+                device = stream.layout.device_of(chunk)
+                stream.apply_(chunk, results[chunk].to(device), landing)
         self._passed(progress, applied=bool(outcome.included))
 
     def extend(self, stream: Stream, tensors: Mapping[str, Tensor]) -> None:
@@ -458,7 +479,7 @@ class Engine:
         """Gives all workers the first one's tensors, bit by bit, in place."""
         layout = Layout(tensors, widen=False)
         layout.refresh()
-        flats = layout.empty()
+        flats = layout.empty(self.group.device)
         for chunk in layout.chunks:
             layout.gather_(chunk, flats[chunk])
         wire = self._wire(self._members(everyone, 0))
@@ -556,8 +577,7 @@ class Engine:
             saved["weight"],
             saved["num_workers"],
             shares,
-            layout.empty(),
-            None if stream.residual is None else layout.empty(),
+            *self._rooms(stream, shares, alone=False),
         )
 
     # ------------------------------------------------------------------ helpers

@@ -211,6 +211,10 @@ class Layout:
         """Size of the flat buffers in all."""
         return sum(size * dtype.itemsize for size, dtype, _ in self._shapes)
 
+    def device_of(self, chunk: Chunk) -> torch.device:
+        """Where the chunk's tensors live."""
+        return self._shapes[chunk.flat][2]
+
     def new(self, device: torch.device | None = None) -> Flats:
         """Flat buffers of zeros, on another device than their tensors' if given."""
         return Flats(
@@ -220,10 +224,13 @@ class Layout:
             ]
         )
 
-    def empty(self) -> Flats:
-        """Flat buffers of anything."""
+    def empty(self, device: torch.device | None = None) -> Flats:
+        """Flat buffers of anything, on another device than their tensors' if given."""
         return Flats(
-            [torch.empty(n, dtype=dtype, device=dev) for n, dtype, dev in self._shapes]
+            [
+                torch.empty(n, dtype=dtype, device=device or own)
+                for n, dtype, own in self._shapes
+            ]
         )
 
     def scratch(self) -> Flats:

@@ -71,7 +71,7 @@ class Header(NamedTuple):
     @classmethod
     def unpack(cls, message: Tensor) -> Header:
         """The header in a uint8 message."""
-        return cls(*_HEADER.unpack(message.numpy().tobytes()))
+        return cls(*_HEADER.unpack(message.cpu().numpy().tobytes()))
 
 
 class Wire:
@@ -151,7 +151,7 @@ class Likeness(NamedTuple):
 
 def handshake(wire: Wire, mine: Header) -> Generator[Handle, None, dict[int, Header]]:
     """Exchanges headers with all members."""
-    packed = mine.pack()
+    packed = mine.pack().to(wire.group.device)
     sent = [wire.send(peer, packed, wire.header_tag) for peer in wire.others]
     messages = {peer: torch.empty_like(packed) for peer in wire.others}
     arriving = [
@@ -217,6 +217,7 @@ class Job(NamedTuple):
         codec: puts values into fewer bits; None sends them as they are.
         lost: of the shares' shapes, updated with what the codec lost of them; or None.
         compare: whether the shares' likeness to the mean is wanted.
+        staged: done when the shares may be read; None if they may be at once.
     """
 
     name: str
@@ -226,6 +227,7 @@ class Job(NamedTuple):
     codec: Codec | None = None
     lost: Sequence[Tensor] | None = None
     compare: bool = False
+    staged: Handle | None = None
 
 
 def mean_(wire: Wire, job: Job, mine: Header) -> Generator[Handle, None, Outcome]:
@@ -236,6 +238,8 @@ def mean_(wire: Wire, job: Job, mine: Header) -> Generator[Handle, None, Outcome
         job: what is to be averaged.
         mine: this worker's header.
     """
+    if job.staged is not None:
+        yield job.staged
     pipeline = _Pipeline(wire, job, wire.members)
     pipeline.fill()  # the first shares need not wait for the headers
     headers = yield from handshake(wire, mine)
@@ -445,7 +449,9 @@ class _Pipeline:
         handles = []
         for rank in wire.members:
             numbers = [self._dots[rank], self._squares[rank], self._mean_square]
-            self._parts[rank] = mine = torch.tensor(numbers, dtype=torch.float64)
+            self._parts[rank] = mine = torch.tensor(
+                numbers, dtype=torch.float64, device=wire.group.device
+            )
             if rank != self._me:
                 handles.append(wire.send(rank, mine, tag))
                 self._parts[rank] = torch.empty_like(mine)
@@ -507,17 +513,18 @@ def _slices(
 
 def gather_bytes(wire: Wire, mine: bytes) -> Generator[Handle, None, dict[int, bytes]]:
     """Every member's bytes, by rank."""
-    length = torch.tensor([len(mine)])
+    device = wire.group.device
+    length = torch.tensor([len(mine)], device=device)
     sent = [wire.send(peer, length, wire.tag(0, 0)) for peer in wire.others]
     lengths = {peer: torch.empty_like(length) for peer in wire.others}
     for peer, theirs in lengths.items():
         yield wire.recv(peer, theirs, wire.tag(0, 0))
-    payload = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+    payload = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(device)
     sent += [wire.send(peer, payload, wire.tag(0, 1)) for peer in wire.others]
     result = {wire.group.rank: mine}
     for peer, theirs in lengths.items():
-        message = torch.empty(int(theirs), dtype=torch.uint8)
+        message = torch.empty(int(theirs), dtype=torch.uint8, device=device)
         yield wire.recv(peer, message, wire.tag(0, 1))
-        result[peer] = message.numpy().tobytes()
+        result[peer] = message.cpu().numpy().tobytes()
     yield from sent
     return dict(sorted(result.items()))
