@@ -1,4 +1,4 @@
-"""The engine on an accelerator: the same code, with buffers on their way to the host."""
+"""The engine on an accelerator: the same code, buffers on their way to the host."""
 
 import pytest
 import torch
