@@ -1,8 +1,9 @@
-"""Real worker processes for tests, started in about a tenth of a second.
+"""Real worker processes and a bad network, for tests of training loops.
 
 Most of what a distributed optimizer does can be tested in one process with
-`lowcomm.simulate`. What only processes show (the wire itself, a worker that is
-killed, a wait that never ends) is tested with `run_workers`.
+`lowcomm.simulate`; `unreliable` makes its network do all that a network may do. What
+only processes show (the wire itself, a worker that is killed, a wait that never ends)
+is tested with `run_workers`, which starts them in about a tenth of a second.
 """
 
 import contextlib
@@ -10,6 +11,7 @@ import faulthandler
 import multiprocessing
 import os
 import pickle
+import random
 import signal
 import socket
 import sys
@@ -17,19 +19,24 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple, TypeVarTuple
+from typing import Any, NamedTuple, TypeVar, TypeVarTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-__all__ = ["free_port", "run_workers"]
+from lowcomm.sync.errors import PeerLost, SyncError
+from lowcomm.sync.seam import Exchange, Group, Handle, Task, enter_group
 
+__all__ = ["free_port", "run_workers", "unreliable"]
+
+_T = TypeVar("_T")
 _Args = TypeVarTuple("_Args")
 
 # Imported once, in the server that forks the workers. torch._dynamo is a second of
@@ -41,6 +48,9 @@ _PRELOAD_IF_IMPORTED_HERE = ["pytest", "hypothesis"]
 _GRACE_S = 0.5
 
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+
+# How long an exchange that is to end early may take, in seconds.
+_EARLY_S = 1.0
 
 
 class _Job(NamedTuple):
@@ -180,6 +190,57 @@ def free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
+
+
+def unreliable(
+    worker: Callable[[int, Group], _T],
+    *,
+    seed: int = 0,
+    lost: Mapping[int, int] | None = None,
+) -> Callable[[int, Group], _T]:
+    """The same worker for `lowcomm.simulate`, on a network that does its worst.
+
+    Messages leave late, with what is in their memory then, and arrive late or early,
+    in any order. An exchange may be over before it is waited for, or not begun. None
+    of this may change a bit:
+
+    >>> import torch, lowcomm
+    >>> def worker(rank, group):
+    ...     weight = torch.nn.Parameter(torch.zeros(1))
+    ...     opt = lowcomm.LocalSGD(torch.optim.SGD([weight], lr=1.0), sync_every=2)
+    ...     weight.grad = torch.full((1,), -float(rank))
+    ...     try:
+    ...         for _ in range(4):
+    ...             opt.step()
+    ...     except lowcomm.PeerLost as error:
+    ...         return weight.item(), str(error)
+    ...     return weight.item()
+    >>> lowcomm.simulate(worker, 3), lowcomm.simulate(unreliable(worker, seed=7), 3)
+    ([4.0, 4.0, 4.0], [4.0, 4.0, 4.0])
+
+    A worker that is lost is cut off in the middle of an exchange. Nobody gets a result,
+    and what was still to be received is overwritten, then and later, as by a backend
+    that cannot cancel. Parameters are as if the exchange had not been launched:
+
+    >>> for result in lowcomm.simulate(unreliable(worker, lost={1: 4}), 2):
+    ...     print(result)
+    (1.0, 'rank 1 was lost: it was cut off')
+    (3.0, 'rank 0 was lost: it was cut off')
+
+    Args:
+        worker: called with its rank and its group.
+        seed: of what happens; the same seed is the same run.
+        lost: ranks that are cut off, each with the inner steps that have been taken
+            when it is: the exchange launched at the end of that step fails, and all
+            after it.
+    """
+
+    def disturbed(rank: int, group: Group) -> _T:
+        unreliable_group = _UnreliableGroup(group, seed, lost or {})
+        enter_group(unreliable_group)
+        return worker(rank, unreliable_group)
+
+    return disturbed
 
 
 # --- the caller's side ----------------------------------------------------------------
@@ -400,3 +461,145 @@ def _pack(error: BaseException) -> tuple[bytes | None, tuple[str, str]]:
     except Exception:
         return None, text
     return pickled, text
+
+
+# --- an unreliable network ------------------------------------------------------------
+
+
+class _UnreliableGroup(Group):
+    """Passes messages on to a group, but late and in any order, or not at all."""
+
+    def __init__(self, group: Group, seed: int, lost: Mapping[int, int]) -> None:
+        self.rank = group.rank
+        self.device = group.device
+        self._group = group
+        self._seed = seed
+        self._lost = lost
+        self._steps = 0
+        self._num_exchanges = 0
+        # Of the exchange that is being driven; there is one at a time.
+        self._outbox: list[_Parcel] = []
+        self._arriving: list[tuple[Handle, Tensor]] = []
+        self._abandoned: list[Tensor] = []  # a backend may still write there
+
+    def members(self, round: int) -> tuple[int, ...]:
+        return self._group.members(round)
+
+    def new_lane(self) -> int:
+        return self._group.new_lane()
+
+    def commit(self, round: int) -> bool:
+        return self._group.commit(round)
+
+    def now(self) -> float:
+        return self._group.now()
+
+    def tick(self) -> None:
+        self._steps += 1
+        self._overwrite()
+        self._group.tick()
+
+    def send(self, peer: int, tensor: Tensor, tag: int) -> Handle:
+        self._outbox.append(parcel := _Parcel(self._group, peer, tensor, tag))
+        return parcel
+
+    def recv(self, peer: int, tensor: Tensor, tag: int) -> Handle:
+        handle = self._group.recv(peer, tensor, tag)
+        self._arriving.append((handle, tensor))
+        return handle
+
+    def run(self, exchange: Exchange) -> Task:
+        self._overwrite()
+        self._num_exchanges += 1
+        chance = random.Random(f"{self._seed} {self.rank} {self._num_exchanges}")
+        task = self._group.run(self._disturb(exchange, chance, self._cut_off()))
+        if chance.random() < 0.5:
+            with contextlib.suppress(SyncError):  # told again to whoever waits for it
+                task.wait(_EARLY_S)
+        return task
+
+    def _cut_off(self) -> tuple[int, ...]:
+        """Workers whose messages do not come any more."""
+        gone = sorted(rank for rank, step in self._lost.items() if step <= self._steps)
+        if self.rank in gone:
+            gone = [rank for rank in self._group.members(0) if rank != self.rank]
+        return tuple(gone)
+
+    def _disturb(
+        self, exchange: Exchange, chance: random.Random, cut_off: tuple[int, ...]
+    ) -> Exchange:
+        num_left = chance.randrange(8)  # messages that still come
+        self._outbox, self._arriving = [], []
+        while True:
+            try:
+                awaited = next(exchange)
+            except StopIteration as stop:
+                self._post(len(self._outbox))
+                if cut_off:
+                    raise _lost(cut_off[0]) from None
+                return stop.value
+            chance.shuffle(self._outbox)
+            self._post(chance.randint(0, len(self._outbox)))
+            if self._outbox or chance.random() < 0.5:
+                chance.shuffle(self._arriving)
+                early = self._arriving[: chance.randint(0, len(self._arriving))]
+                yield _Pause(awaited.peer, [handle for handle, _ in early])
+                self._post(len(self._outbox))
+            if awaited.peer in cut_off:
+                if num_left == 0:
+                    self._abandoned += [tensor for _, tensor in self._arriving]
+                    self._overwrite()
+                    raise _lost(awaited.peer)
+                num_left -= 1
+            yield awaited.handle if isinstance(awaited, _Parcel) else awaited
+            self._arriving = [item for item in self._arriving if item[0] is not awaited]
+
+    def _post(self, count: int) -> None:
+        """Sends the first messages of the outbox."""
+        for parcel in self._outbox[:count]:
+            parcel.post()
+        del self._outbox[:count]
+
+    def _overwrite(self) -> None:
+        for tensor in self._abandoned:
+            tensor.view(torch.uint8).fill_(255)  # NaN in every floating dtype
+
+
+class _Parcel:
+    """A message that has not left yet."""
+
+    def __init__(self, group: Group, peer: int, tensor: Tensor, tag: int) -> None:
+        self.peer = peer
+        self.handle: Handle = self  # until it is posted
+        self._group = group
+        self._tensor = tensor
+        self._tag = tag
+
+    def post(self) -> None:
+        self.handle = self._group.send(self.peer, self._tensor, self._tag)
+
+    def wait(self) -> None:
+        raise AssertionError("posted before it is awaited")
+
+
+class _Pause:
+    """Others go on first. A thread waits; workers who take turns ask if it is ready."""
+
+    def __init__(self, peer: int, early: Sequence[Any]) -> None:
+        self.peer = peer
+        self.time = 0.0
+        self._early = early
+        self._was_asked = False
+
+    def ready(self) -> bool:
+        for handle in self._early:
+            handle.ready()  # which takes it in
+        was_asked, self._was_asked = self._was_asked, True
+        return was_asked
+
+    def wait(self) -> None:
+        time.sleep(1e-3)
+
+
+def _lost(rank: int) -> PeerLost:
+    return PeerLost(f"rank {rank} was lost: it was cut off")

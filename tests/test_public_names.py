@@ -9,12 +9,19 @@ import lowcomm
 ROOT = Path(__file__).parent.parent
 
 NAMES = [
+    "ADOPT",
+    "DESLOC",
     "DiLoCo",
     "Link",
     "LocalSGD",
+    "MTDAO",
     "PeerLost",
     "PeerMismatch",
+    "QHAdamW",
+    "QSR",
+    "SlowMo",
     "SyncError",
+    "half_life",
     "simulate",
 ]
 

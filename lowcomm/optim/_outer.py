@@ -61,6 +61,38 @@ def plain_(anchor: Tensor, delta: Tensor, *, lr: float) -> None:
     anchor.sub_(delta, alpha=lr)
 
 
+def slow_momentum_(
+    anchor: Tensor,
+    delta: Tensor,
+    momentum: Tensor,
+    *,
+    lr: float,
+    slow_lr: float,
+    beta: float,
+) -> None:
+    r"""Moves the anchor by a momentum that is measured in inner learning rates.
+
+    .. math::
+
+        u      &\leftarrow \beta u + \Delta / \gamma \\
+        \theta &\leftarrow \theta - \alpha \gamma u
+
+    A learning rate of zero moves nothing and leaves the momentum to decay.
+
+    Args:
+        anchor: parameters at the last synchronization, :math:`\theta`; updated.
+        delta: mean over workers of anchor minus local parameters, :math:`\Delta`.
+        momentum: slow momentum, :math:`u`; updated.
+        lr: inner learning rate, :math:`\gamma`.
+        slow_lr: :math:`\alpha`.
+        beta: momentum decay, :math:`\beta`.
+    """
+    momentum.mul_(beta)
+    if lr > 0:
+        momentum.add_(delta, alpha=1 / lr)
+        anchor.sub_(momentum, alpha=slow_lr * lr)
+
+
 def _sgd_(
     anchor: Tensor,
     delta: Tensor,

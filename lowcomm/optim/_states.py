@@ -21,6 +21,22 @@ _DECAYS: dict[str, tuple[str, int | None]] = {
 _SECOND_MOMENTS = {"exp_avg_sq", "max_exp_avg_sq", "square_avg"}
 
 
+def is_first_moment(state_name: str) -> bool:
+    """Whether the state is an average of gradients."""
+    return _several(state_name)[0] in {"exp_avg", "momentum_buffer"}
+
+
+def is_second_moment(state_name: str) -> bool:
+    """Whether the state is an average of squares, so that it is never negative."""
+    return state_name in _SECOND_MOMENTS
+
+
+def _several(state_name: str) -> tuple[str, int | None]:
+    """The kind and number of one of several states, as in `exp_avg_1`."""
+    kind, _, number = state_name.rpartition("_")
+    return (kind, int(number)) if number.isdecimal() else (state_name, None)
+
+
 class States:
     """Finds the state tensors that belong to parameters, also before they exist.
 
@@ -86,10 +102,6 @@ class States:
             for name, param in params.items()
         }
 
-    def is_second_moment(self, state_name: str) -> bool:
-        """Whether the state is an average of squares, so that it is never negative."""
-        return state_name in _SECOND_MOMENTS
-
     def heal_(self) -> None:
         """Sets state values that are not finite to zero."""
         for inner in self._inners:
@@ -132,11 +144,14 @@ def _example(inner: Optimizer, group: dict[str, Any], param: Tensor) -> dict[str
 
 
 def _decay(state_name: str, group: Mapping[str, Any]) -> float | None:
-    key, index = _DECAYS.get(state_name, ("", None))
+    kind, number = _several(state_name)
+    key, index = _DECAYS.get(kind, ("", None))
     value = group.get(key)
-    if value is None or index is None:
-        return value
-    return float(value[index])
+    if value is not None and index is not None:
+        value = value[index]
+    if value is not None and number is not None:
+        value = value[number]
+    return None if value is None else float(value)
 
 
 def _trial_shape(param: Tensor) -> tuple[int, ...]:

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from lowcomm.optim._outer import plain_
-from lowcomm.optim._states import States
-from lowcomm.sync.flat import Chunk, Flats
-from lowcomm.sync.schedule import Periodic
+from lowcomm.optim._states import States, is_second_moment
+from lowcomm.sync.codec import Codec
+from lowcomm.sync.flat import Chunk, Flats, Layout
+from lowcomm.sync.schedule import Periodic, Schedule
 from lowcomm.sync.stream import Landing, Stream
 
 #: (anchor, mean pseudo-gradient, outer momentum or None) -> None, in place.
@@ -96,7 +97,7 @@ class AverageState(Average):
             if decay is not None:
                 piece = mean[start:end]
                 piece.sub_(share[start:end]).mul_(decay**late).add_(now[start:end])
-                if self._states.is_second_moment(self.state_name):
+                if is_second_moment(self.state_name):
                     piece.clamp_min_(0)  # rounding alone could make it negative
             start = end
 
@@ -229,6 +230,18 @@ class AnchoredAverage(Anchored):
 
 def _replace_(anchor: Tensor, delta: Tensor, momentum: Tensor | None) -> None:
     plain_(anchor, delta, lr=1.0)
+
+
+def parameter_mean(
+    layout: Layout,
+    schedule: Schedule,
+    codec: Codec | None,
+    device: torch.device | None,
+) -> Stream:
+    """The stream that replaces parameters by their mean; with a codec, by an anchor."""
+    if codec is None:
+        return AverageParameters("parameters", layout, schedule)
+    return AnchoredAverage("parameters", layout, schedule, device=device, codec=codec)
 
 
 class Eager(Anchored):

@@ -27,7 +27,7 @@ from lowcomm.sync.codec import Codec, make_codec
 from lowcomm.sync.engine import Engine, Stats
 from lowcomm.sync.flat import Layout, check_device
 from lowcomm.sync.group import resolve_group
-from lowcomm.sync.schedule import Periodic, check_overlap, check_period
+from lowcomm.sync.schedule import Periodic, Schedule, check_overlap, check_period
 from lowcomm.sync.seam import Group
 from lowcomm.sync.stream import Stream
 
@@ -77,6 +77,8 @@ class AbstractWrapper(Optimizer):
 
     # torch then calls step() for skipped steps too, and workers stay in phase.
     _step_supports_amp_scaling = True
+    #: what is built over parameters
+    _inner_class: type[Optimizer] = torch.optim.AdamW
     #: attributes that may be set during a run, and are saved
     _adjustable: tuple[str, ...] = ()
     _swapped = False
@@ -114,7 +116,7 @@ class AbstractWrapper(Optimizer):
             )
         self._error_feedback = error_feedback
         self._anchor_device = check_device("anchor_device", anchor_device)
-        self.inner = _build_inner(params, inner, type(self).__name__)
+        self.inner = _build_inner(params, inner, type(self))
         self._weight = weight
         self._buffers = _named_buffers(buffers)
         self._bucket_bytes = bucket_bytes
@@ -157,7 +159,7 @@ class AbstractWrapper(Optimizer):
             )
         streams = self._streams(self._params, self._states)
         for stream in streams:
-            check_overlap(self._overlap, stream.schedule.period)
+            check_overlap(self._overlap, stream.schedule.shortest)
             if self._error_feedback and stream.codec is not None:
                 stream.residual = stream.layout.new()
         streams += [stream.last for stream in streams if stream.last is not None]
@@ -173,7 +175,7 @@ class AbstractWrapper(Optimizer):
             heal=self._states.heal_,
         )
 
-    def _buffer_streams(self, schedule: Periodic) -> list[Stream]:
+    def _buffer_streams(self, schedule: Schedule) -> list[Stream]:
         averaged = {n: b for n, b in self._buffers.items() if b.is_floating_point()}
         taken = {n: b for n, b in self._buffers.items() if n not in averaged}
         streams: list[Stream] = []
@@ -553,9 +555,10 @@ class _JoinedState(MutableMapping[Tensor, Any]):
 
 
 def _build_inner(
-    params: Any, keywords: dict[str, Any], method: str
+    params: Any, keywords: dict[str, Any], wrapper: type[AbstractWrapper]
 ) -> Optimizer | tuple[Optimizer, ...]:
     """The inner optimizer that a wrapper's first argument and keywords stand for."""
+    method, inner = wrapper.__name__, wrapper._inner_class
     given = params if isinstance(params, (list, tuple)) else [params]
     if any(isinstance(item, Optimizer) for item in given):
         for item in given:
@@ -577,14 +580,14 @@ def _build_inner(
                 "params must be disjoint, got a parameter in two optimizers."
             )
         return tuple(given) if isinstance(params, (list, tuple)) else given[0]
-    known = inspect.signature(torch.optim.AdamW).parameters
+    known = inspect.signature(inner).parameters
     for keyword in keywords:
         if keyword not in known:
             raise TypeError(
                 f"{method}() got an unexpected keyword argument {keyword!r}: neither "
-                f"{method} nor torch.optim.AdamW has it."
+                f"{method} nor {inner.__name__} has it."
             )
-    return torch.optim.AdamW(params, **keywords)
+    return inner(params, **keywords)
 
 
 def _named_buffers(

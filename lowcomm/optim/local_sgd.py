@@ -11,10 +11,16 @@ from typing import Any
 from torch import Tensor
 
 from lowcomm.optim._states import States
-from lowcomm.optim._streams import AnchoredAverage, AverageParameters, AverageState
+from lowcomm.optim._streams import AverageState, parameter_mean
 from lowcomm.optim._wrapper import AbstractWrapper
 from lowcomm.sync.flat import Layout
-from lowcomm.sync.schedule import Periodic, check_period
+from lowcomm.sync.schedule import (
+    QSR,
+    ByLearningRate,
+    Periodic,
+    Schedule,
+    check_period,
+)
 from lowcomm.sync.stream import Stream
 
 
@@ -38,8 +44,10 @@ class LocalSGD(AbstractWrapper):
 
     Args:
         params: what `torch.optim.AdamW` takes, a built optimizer, or a list of them.
-        sync_every: inner steps between exchanges, :math:`H`.
+        sync_every: inner steps between exchanges, :math:`H`; or a `QSR`, by which they
+            grow as the learning rate falls.
         average_states: whether the inner optimizer's state tensors are averaged too.
+        warmup_steps: so many rounds of one step come first (post-local SGD).
         common: `group`, `overlap`, `codec`, `weight` and others of `AbstractWrapper`,
             and keywords of AdamW.
 
@@ -52,31 +60,46 @@ class LocalSGD(AbstractWrapper):
         self,
         params: Any,
         *,
-        sync_every: int,
+        sync_every: int | QSR,
         average_states: bool = False,
+        warmup_steps: int = 0,
         **common: Any,
     ) -> None:
-        self.sync_every = check_period("sync_every", sync_every)
+        if isinstance(sync_every, QSR) and warmup_steps:
+            raise ValueError(
+                f"warmup_steps must be 0 beside a QSR, got {warmup_steps=}. The rule "
+                "has its own."
+            )
+        self.sync_every = (
+            sync_every
+            if isinstance(sync_every, QSR)
+            else check_period("sync_every", sync_every)
+        )
+        self.warmup_steps = check_period("warmup_steps", warmup_steps, least=0)
         self.average_states = average_states
         super().__init__(params, **common)
 
     def _config(self) -> dict[str, Any]:
-        return {"sync_every": self.sync_every, "average_states": self.average_states}
+        rule = self.sync_every
+        return {
+            "sync_every": repr(rule) if isinstance(rule, QSR) else rule,
+            "average_states": self.average_states,
+            "warmup_steps": self.warmup_steps,
+        }
+
+    def _lr(self) -> float:
+        return float(self.param_groups[0]["lr"])
 
     def _streams(self, params: dict[str, Tensor], states: States) -> list[Stream]:
-        schedule = Periodic(self.sync_every, overlap=self._overlap)
-        layout = Layout(params)
-        streams: list[Stream] = [
-            AverageParameters("parameters", layout, schedule)
-            if self._codec is None
-            else AnchoredAverage(
-                "parameters",
-                layout,
-                schedule,
-                device=self._anchor_device,
-                codec=self._codec,
+        schedule: Schedule
+        if isinstance(self.sync_every, QSR):
+            schedule = ByLearningRate(self.sync_every, self._lr, self._overlap)
+        else:
+            schedule = Periodic(
+                self.sync_every, overlap=self._overlap, warmup=self.warmup_steps
             )
-        ]
+        device, codec = self._anchor_device, self._codec
+        streams = [parameter_mean(Layout(params), schedule, codec, device)]
         if self.average_states:
             streams += [
                 AverageState(name, states, params, Layout(examples), schedule)

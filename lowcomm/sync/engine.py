@@ -94,12 +94,24 @@ class _Progress:
     """Where a stream is in its schedule."""
 
     stream: Stream
-    due: int | None
+    due: int | None = None  # step of the next launch; None for not yet known, or never
+    began: int | None = 0  # clock at the round's start, while `due` is not known
     round: int = 0
     launched_at: int = 0  # steps taken at its last launch
     settled_at: int = 0  # steps taken when workers were last made equal
     verified: bool = False  # whether the whole of `agreed` has been compared
     waiting: dict[str, Tensor] = field(default_factory=dict)  # to be taken in
+
+    def plan(self, clock: int) -> None:
+        """A round begins."""
+        self.due, self.began = None, clock
+        if not self.stream.schedule.is_late:
+            self.decide()
+
+    def decide(self) -> None:
+        """Settles when the round ends."""
+        if self.began is not None:
+            self.due, self.began = self.stream.schedule.after(self.began), None
 
 
 @dataclass
@@ -126,7 +138,7 @@ class _Pending:
 
     @property
     def lands(self) -> int:
-        return self.clock + self.progress.stream.schedule.overlap
+        return self.clock + self.progress.stream.schedule.overlap_at(self.clock)
 
 
 class Engine:
@@ -167,9 +179,9 @@ class Engine:
         # everywhere, while `stats.steps` stays this worker's own.
         self._clock = 0
         self._pending: list[_Pending] = []
-        self._progress = [
-            _Progress(stream, stream.schedule.after(0)) for stream in streams
-        ]
+        self._progress = [_Progress(stream) for stream in streams]
+        for progress in self._progress:
+            progress.plan(0)
         self._next: float = self._next_event()
 
     @property
@@ -201,6 +213,8 @@ class Engine:
         self.group.tick()
         if self._clock >= self._next:
             self._resend()
+            for progress in self._progress:
+                progress.decide()
             self._land_all(p for p in self._pending if p.lands <= self._clock)
             self._exchange_all(
                 p for p in self._progress if p.due and p.due <= self._clock
@@ -209,6 +223,7 @@ class Engine:
 
     def _next_event(self) -> float:
         due = [p.due for p in self._progress if p.due is not None]
+        due += [0 for p in self._progress if p.began is not None]
         lands = [p.lands if p.task or p.alone else 0 for p in self._pending]
         return min(due + lands, default=float("inf"))
 
@@ -225,7 +240,7 @@ class Engine:
         members = self._members(stream.peers, progress.round)
         # Alone and at once, shares are not kept: nothing can fail between taking and
         # applying them, and taking them again while they are in the cache is faster.
-        alone = len(members) == 1 and not stream.schedule.overlap
+        alone = len(members) == 1 and not stream.schedule.overlap_at(self._clock)
         shares = layout.scratch() if alone else layout.empty()
         finite = layout.is_finite()
         if not alone:
@@ -247,7 +262,7 @@ class Engine:
             shares,
             *self._rooms(stream, shares, alone=alone),
         )
-        progress.due = stream.schedule.after(self._clock)
+        progress.plan(self._clock)
         self._pending.append(pending)
         self._send(pending)
         stream.launched_(shares, len(members), finite=finite)
@@ -265,7 +280,7 @@ class Engine:
             staged = Staged(shares, device, self.group.rank)
             return staged.flats, lost, staged, False
         # What is still needed when the result comes is not overwritten by it.
-        kept = stream.schedule.overlap > 0
+        kept = stream.schedule.overlap_at(self._clock) > 0
         return stream.layout.empty() if kept else shares, lost, None, False
 
     def _send(self, pending: _Pending) -> None:
@@ -294,7 +309,7 @@ class Engine:
                 if pending.lands == pending.clock:
                     # Its share is taken anew, if the run goes on.
                     self._pending.remove(pending)
-                    pending.progress.due = pending.clock
+                    pending.progress.due, pending.progress.began = pending.clock, None
                 raise
             self._pending.remove(pending)
 
@@ -425,7 +440,7 @@ class Engine:
         for progress in moved:
             progress.settled_at = self._stats.steps
         for progress in self._progress:
-            progress.due = progress.stream.schedule.after(self._clock)
+            progress.plan(self._clock)
         self._next = self._next_event()
 
     def _serve(
@@ -439,7 +454,7 @@ class Engine:
         job = self._job(stream, results, results, None)
         outcome: Outcome = self._wait(self._run(serve_(wire, job, headers)))
         self._count(stream, outcome, 0.0)
-        if progress.due is None:
+        if stream.schedule.never:
             progress.round += 1
             return
         if outcome.included:
@@ -505,6 +520,7 @@ class Engine:
             "streams": {
                 progress.stream.name: {
                     "due": progress.due,
+                    "began": progress.began,
                     "round": progress.round,
                     "launched_at": progress.launched_at,
                     "settled_at": progress.settled_at,
@@ -545,9 +561,10 @@ class Engine:
                 tensors.setdefault(kind, {}).update(named)
         for progress in self._progress:
             stream = progress.stream
-            after = stream.schedule.after(self._clock)
             saved = state["streams"].get(stream.name, {})
-            progress.due = saved.get("due", after)
+            progress.plan(self._clock)
+            progress.due = saved.get("due", progress.due)
+            progress.began = saved.get("began", progress.began)
             progress.round = saved.get("round", 0)
             progress.launched_at = saved.get("launched_at", self._stats.steps)
             progress.settled_at = saved.get("settled_at", self._stats.steps)
@@ -616,7 +633,7 @@ class Engine:
         settled = sum(
             1 << i
             for i, other in enumerate(self._progress)
-            if other.due is None or other.settled_at == self._stats.steps
+            if other.stream.schedule.never or other.settled_at == self._stats.steps
         )
         if progress is None or pending is None:
             return Header(0, 0, self._clock, settled, 0, 0.0, 0, 0)

@@ -2,7 +2,32 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
+
+
+class Schedule(Protocol):
+    """When a stream is launched, and how much later it lands."""
+
+    @property
+    def never(self) -> bool:
+        """Whether it is launched on request only."""
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the next launch is only known in the step after the last one."""
+
+    @property
+    def shortest(self) -> int:
+        """The shortest period, in inner steps; what an overlap must be smaller than."""
+
+    def after(self, step: int) -> int | None:
+        """The first launching step after the round that began at `step`."""
+
+    def overlap_at(self, step: int) -> int:
+        """How many steps after its launch at `step` an exchange lands."""
 
 
 @dataclass(frozen=True)
@@ -19,18 +44,109 @@ class Periodic:
         period: inner steps between launches, :math:`H`; 0 for never.
         offset: the first launch, :math:`1 \le o \le H`; `period` if None.
         overlap: inner steps from a launch to its landing.
+        warmup: so many rounds of one step come first; H is counted from there.
     """
 
     period: int
     offset: int | None = None
     overlap: int = 0
+    warmup: int = 0
+
+    is_late = False
+
+    @property
+    def never(self) -> bool:
+        return self.period == 0
+
+    @property
+    def shortest(self) -> int:
+        return self.period
 
     def after(self, step: int) -> int | None:
-        """The first launching step after `step`; None for never."""
-        if self.period == 0:
+        if self.never:
             return None
+        if step < self.warmup:
+            return step + 1
         offset = self.period if self.offset is None else self.offset
-        return max(0, (step - offset) // self.period + 1) * self.period + offset
+        step -= self.warmup
+        due = max(0, (step - offset) // self.period + 1) * self.period + offset
+        return due + self.warmup
+
+    def overlap_at(self, step: int) -> int:
+        return 0 if step <= self.warmup else self.overlap
+
+
+@dataclass(frozen=True)
+class QSR:
+    r"""The quadratic synchronization rule: rounds grow as the learning rate falls.
+
+    .. math:: H = \max\left( H_0, \lfloor (\alpha / \eta)^2 \rfloor \right)
+
+    with the learning rate :math:`\eta` of the first parameter group at the start of the
+    round. For `sync_every`. Gu et al., A Quadratic Synchronization Rule for Distributed
+    Deep Learning, 2024. https://arxiv.org/abs/2310.14423
+
+    >>> rule = QSR(base=4, alpha=0.0175)
+    >>> [rule.period(lr, step=0) for lr in (0.008, 0.006, 0.004, 0.002, 0.001, 0.0005)]
+    [4, 8, 19, 76, 306, 1225]
+
+    Args:
+        base: the shortest period, :math:`H_0`, in inner steps.
+        alpha: :math:`\alpha`, in units of the learning rate.
+        warmup_steps: rounds that start before this step have the base period.
+        max_period: the longest period; None for no bound.
+    """
+
+    base: int
+    alpha: float
+    warmup_steps: int = 0
+    max_period: int | None = None
+
+    def __post_init__(self) -> None:
+        check_period("base", self.base)
+        if not (math.isfinite(self.alpha) and self.alpha >= 0):
+            raise ValueError(
+                f"alpha must be a finite number of at least 0, got alpha={self.alpha}."
+            )
+        check_period("warmup_steps", self.warmup_steps, least=0)
+        if self.max_period is not None:
+            check_period("max_period", self.max_period, least=self.base)
+
+    def period(self, lr: float, step: int) -> int:
+        """The inner steps of a round that starts at `step` with this learning rate."""
+        if lr <= 0 or step < self.warmup_steps:
+            return self.base
+        period = max(self.base, math.floor((self.alpha / lr) ** 2))
+        return period if self.max_period is None else min(period, self.max_period)
+
+
+@dataclass(frozen=True)
+class ByLearningRate:
+    """The schedule of a `QSR`, which looks at the learning rate as rounds begin.
+
+    Args:
+        rule: the rule.
+        lr: says the learning rate of now.
+        overlap: inner steps from a launch to its landing.
+    """
+
+    rule: QSR
+    lr: Callable[[], float]
+    overlap: int = 0
+
+    never = False
+    # A scheduler sets the rate of the new round after the step that ends the old one.
+    is_late = True
+
+    @property
+    def shortest(self) -> int:
+        return self.rule.base
+
+    def after(self, step: int) -> int | None:
+        return step + self.rule.period(self.lr(), step)
+
+    def overlap_at(self, step: int) -> int:
+        return self.overlap
 
 
 def staggered(period: int, count: int, overlap: int) -> list[Periodic]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from lowcomm.sync.codec import Codec
 from lowcomm.sync.flat import Chunk, Flats, Layout
 from lowcomm.sync.peers import Peers, everyone
-from lowcomm.sync.schedule import Periodic
+from lowcomm.sync.schedule import Schedule
 
 
 class Landing(NamedTuple):
@@ -65,7 +65,7 @@ class Stream(ABC):
         self,
         name: str,
         layout: Layout,
-        schedule: Periodic,
+        schedule: Schedule,
         *,
         peers: Peers = everyone,
         codec: Codec | None = None,
