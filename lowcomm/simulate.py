@@ -10,6 +10,7 @@ import torch
 
 from lowcomm.sync.errors import PeerLost, SyncError
 from lowcomm.sync.link import Link
+from lowcomm.sync.schedule import check_number
 from lowcomm.sync.seam import Group, enter_group
 from lowcomm.sync.turns import World
 
@@ -55,8 +56,9 @@ def simulate(
     """
     if not callable(worker):
         raise TypeError(f"worker must be a function (rank, group), got {worker!r}.")
-    if not isinstance(num_workers, int) or num_workers < 1:
-        raise ValueError(f"num_workers must be at least 1, got {num_workers=}.")
+    check_number("num_workers", num_workers, int, least=1)
+    if link is not None and not isinstance(link, Link):
+        raise TypeError(f"link must be a lowcomm.Link or None, got {link!r}.")
     world = World(num_workers, link)
     results: list[Any] = [None] * num_workers
     errors: dict[int, BaseException] = {}

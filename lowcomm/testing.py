@@ -512,8 +512,9 @@ class _UnreliableGroup(Group):
         self._overwrite()
         self._num_exchanges += 1
         chance = random.Random(f"{self._seed} {self.rank} {self._num_exchanges}")
+        ends_early = chance.random() < 0.5
         task = self._group.run(self._disturb(exchange, chance, self._cut_off()))
-        if chance.random() < 0.5:
+        if ends_early:
             with contextlib.suppress(SyncError):  # told again to whoever waits for it
                 task.wait(_EARLY_S)
         return task

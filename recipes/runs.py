@@ -123,13 +123,39 @@ def smoke() -> Config:
 
 
 def demo() -> Config:
-    """The two runs that recipes/demo.py compares, minutes on two cores."""
-    return Config("demo")
+    """What recipes/demo.py trains, with DDP and with DiLoCo; minutes on two cores."""
+    return Config(
+        "demo",
+        sync_every=20,
+        outer_lr=0.7,
+        outer_momentum=0.6,
+        num_steps=1200,
+        batch_size=4,
+        warmup_steps=100,
+        lr=2e-3,
+        log_every=40,
+        eval_every=120,
+    )
 
 
 def stdlib_small() -> Config:
-    """A larger model and longer rounds, about an hour on two cores."""
-    return Config("stdlib_small")
+    """A model of 4 million parameters that exchanges every 50 steps."""
+    return Config(
+        "stdlib_small",
+        sync_every=50,
+        outer_lr=0.7,
+        outer_momentum=0.6,
+        vocab_size=2048,
+        context=256,
+        hidden_size=256,
+        num_layers=4,
+        num_heads=8,
+        num_steps=2000,
+        warmup_steps=200,
+        lr=1e-3,
+        eval_every=200,
+        save_every=100,
+    )
 
 
 RUNS: dict[str, Callable[[], Config]] = {

@@ -624,6 +624,17 @@ def test_buffers_stay_local_unless_asked_for(make):
 
 
 @every_method
+def test_buffers_begin_like_those_of_rank_zero(make):
+    def worker(rank, group):
+        floats = torch.full((3,), 0.5 + rank)
+        integers = torch.tensor(rank)
+        make(sgd(scalar(1.0)), sync_every=4, buffers=[floats, integers])
+        return floats.tolist(), integers.item()
+
+    assert lowcomm.simulate(worker, 2) == [([0.5] * 3, 0)] * 2
+
+
+@every_method
 def test_buffers_are_written_in_place_and_agree_after_finish(make):
     def worker(rank, group):
         buffer = torch.zeros(3)

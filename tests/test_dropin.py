@@ -1221,6 +1221,18 @@ def test_torchs_distributed_checkpoint_takes_no_step_of_ours(method):
     assert (opt.stats.steps, opt.stats.rounds > 0) == (1, True)
 
 
+def test_the_round_trip_keeps_an_inner_state_wider_than_its_parameter(method):
+    """Torch casts what it loads to the parameter's dtype, and the low bits are lost."""
+    if method.averages_states:
+        pytest.skip("a state that is averaged must stay of one dtype during a run")
+    x = scalar(1.0, dtype=torch.bfloat16)
+    opt = method.make(torch.optim.SGD([x], lr=0.1, momentum=0.9), sync_every=NEVER)
+    slide(x, opt)
+    opt.state[x]["momentum_buffer"] = torch.tensor([1 / 3])
+    opt.load_state_dict(through_a_file(opt.state_dict()))
+    assert same(opt.state[x]["momentum_buffer"], torch.tensor([1 / 3]))
+
+
 # Warm starts
 
 

@@ -211,6 +211,11 @@ def differ_then_late_then_absent(rank):
         slide(y, opt)
     except lowcomm.PeerLost as lost:
         outcome["absent"] = (str(lost), time.monotonic() - began, y.item())
+    began = time.monotonic()
+    try:
+        opt.finish()
+    except lowcomm.SyncError:
+        outcome["after a loss"] = time.monotonic() - began
     return outcome
 
 
@@ -230,6 +235,8 @@ def test_workers_that_differ_are_late_or_never_come_end_in_an_error_not_a_hang()
             assert re.search(r"\b(rank|worker)s? 1\b", message), message
             assert 1.0 < seconds < 8
             assert y == 3.0  # its own two steps, nothing half averaged
+            # Nothing can follow on that group, and nobody waits for it again.
+            assert outcome["after a loss"] < 1.0
         else:
             assert "absent" not in outcome
 

@@ -84,11 +84,12 @@ class States:
         result = {}
         for name, param in params.items():
             inner, group = owners[id(param)]
-            if not isinstance(inner.state[param].get(state_name), Tensor):
-                inner.state[param] = {
-                    key: _like_new(value, param, _step_of(inner, group, key))
-                    for key, value in _example(inner, group, param).items()
-                }
+            state = inner.state[param]
+            if not isinstance(state.get(state_name), Tensor):
+                for key, value in _example(inner, group, param).items():
+                    if state.get(key) is None:
+                        neighbour = _step_of(inner, group, key)
+                        state[key] = _like_new(value, param, neighbour)
             result[name] = inner.state[param][state_name]
         return result
 
@@ -178,7 +179,8 @@ def _step_of(inner: Optimizer, group: dict[str, Any], key: str) -> Any:
 
 def _like_new(value: Any, param: Tensor, neighbour: Any) -> Any:
     if _belongs(value, _trial_shape(param)):
-        return torch.zeros_like(param.detach(), dtype=value.dtype)
+        first = value.flatten()[0].item()  # a step size does not begin at zero
+        return torch.full_like(param.detach(), first, dtype=value.dtype)
     if neighbour is not None:
         return copy.deepcopy(neighbour)
     return torch.zeros_like(value) if isinstance(value, Tensor) else value

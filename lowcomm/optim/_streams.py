@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -103,19 +103,29 @@ class AverageState(Average):
 
 
 class FirstWorkers(Average):
-    """Tensors that the first worker's replace, bit by bit."""
+    """Counters and the like, which the first worker's replace, bit by bit."""
 
-    takes_first = True
     is_round = False
 
+    def counts(self, rank: int, members: Sequence[int]) -> bool:
+        return rank == members[0]
+
     def _catch_up_(self, chunk: Chunk, mean: Tensor, share: Tensor, late: int) -> None:
-        """Counters of batches and the like are taken as they were."""
+        if mean.dtype != torch.bool:
+            super()._catch_up_(chunk, mean, share, late)
 
 
 class Accompanying(Average):
-    """Tensors that are averaged beside a round."""
+    """Tensors that are averaged beside a round.
+
+    Landing late, the mean is taken as it is: a running variance plus a difference could
+    become negative.
+    """
 
     is_round = False
+
+    def _catch_up_(self, chunk: Chunk, mean: Tensor, share: Tensor, late: int) -> None:
+        pass
 
 
 class Anchored(Stream):
@@ -151,12 +161,11 @@ class Anchored(Stream):
         self._update = update
         self._local_mix = local_mix
         self._device = device
-        self.agreed = self.anchor = self.layout.new(device)
-        self.momentum = self.layout.new(device) if has_momentum else None
+        self._has_momentum = has_momentum
+        self._make_()
 
     def start_(self) -> None:
-        for chunk in self.layout.chunks:
-            self.layout.gather_(chunk, self.anchor[chunk])
+        self.layout.gather_all_(self.anchor)
 
     def share_(self, chunk: Chunk, out: Tensor) -> None:
         self.layout.subtract_from_(chunk, self.anchor[chunk], out)
@@ -179,19 +188,27 @@ class Anchored(Stream):
         momentum = None if self.momentum is None else self.momentum[chunk]
         self._update(anchor, delta.to(anchor.device), momentum)
 
-    def extend_(self, tensors: Mapping[str, Tensor]) -> None:
+    def extend_(
+        self, tensors: Mapping[str, Tensor], starts: Mapping[str, Tensor]
+    ) -> None:
         state = self.state()
-        super().extend_(tensors)
-        self.agreed = self.anchor = self.layout.new(self._device)
-        if self.momentum is not None:
-            self.momentum = self.layout.new(self._device)
-        self.locate()
+        super().extend_(tensors, starts)
+        state["anchor"] |= starts
+        self._make_()
         self.load_(state)
+
+    def _make_(self) -> None:
+        """Makes room for what is kept."""
+        self.agreed = self.anchor = self.layout.new(self._device)
+        self.momentum = self.layout.new(self._device) if self._has_momentum else None
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         return {kind: self.layout.read(flats) for kind, flats in self._kept().items()}
 
     def load_(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
+        for flats in self._kept().values():
+            for flat in flats.tensors:
+                flat.zero_()
         self.start_()  # for what the state lacks, from here
         for kind, flats in self._kept().items():
             self.layout.write_(flats, state.get(kind, {}))
@@ -221,9 +238,12 @@ class AnchoredAverage(Anchored):
     def apply_(self, chunk: Chunk, result: Tensor, landing: Landing) -> None:
         if landing.late and landing.share is not None:
             own = self.layout.gather_(chunk, torch.empty_like(result))
-            own.add_(landing.share[chunk]).sub_(self.anchor[chunk])
+            own.add_(landing.share[chunk])
+            if self.residual is not None:  # in the share, but not in the parameters
+                own.sub_(self.residual[chunk])
+            own.sub_(self.anchor[chunk].to(own.device))
             self._outer_step_(chunk, result)
-            self.layout.scatter_(chunk, own.add_(self.anchor[chunk]))
+            self.layout.scatter_(chunk, own.add_(self.anchor[chunk].to(own.device)))
         else:
             super().apply_(chunk, result, landing)
 
@@ -262,9 +282,12 @@ class Eager(Anchored):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._mean = self.last = _LastMean(self)
+
+    def _make_(self) -> None:
+        super()._make_()
         self.agreed = None
         self.correction = self.layout.new(self._device)
-        self._mean = self.last = _LastMean(self)
 
     def apply_(self, chunk: Chunk, result: Tensor, landing: Landing) -> None:
         if landing.keep:
@@ -273,7 +296,7 @@ class Eager(Anchored):
             result.sub_(landing.share[chunk], alpha=1 / landing.num_workers)
         self.correction[chunk].copy_(result)
 
-    def launched_(self, shares: Flats, num_workers: int, *, finite: bool) -> None:
+    def launched_(self, shares: Flats, num_workers: int, *, finite: bool) -> bool:
         for chunk in self.layout.chunks:
             delta = self.correction[chunk]
             if finite:
@@ -281,13 +304,12 @@ class Eager(Anchored):
             self._outer_step_(chunk, delta)
             delta.zero_()
             self.layout.scatter_(chunk, self.anchor[chunk])
+        return True
 
-    def extend_(self, tensors: Mapping[str, Tensor]) -> None:
-        state = self.state()
-        self.correction = self.layout.extended(tensors).new(self._device)
-        super().extend_(tensors)
-        self.load_(state)
-        self.agreed = None
+    def extend_(
+        self, tensors: Mapping[str, Tensor], starts: Mapping[str, Tensor]
+    ) -> None:
+        super().extend_(tensors, starts)
         self._mean.layout = self.layout
 
     def _kept(self) -> dict[str, Flats]:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import copy
-import inspect
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import chain
 from typing import Any
 
 import torch
@@ -16,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from lowcomm.optim._inner import JoinedState, build_inner, load_inner_, unscale_
 from lowcomm.optim._states import States
 from lowcomm.optim._streams import (
     Accompanying,
@@ -24,11 +22,18 @@ from lowcomm.optim._streams import (
     FirstWorkers,
 )
 from lowcomm.sync.codec import Codec, make_codec
-from lowcomm.sync.engine import Engine, Stats
+from lowcomm.sync.engine import Engine
 from lowcomm.sync.flat import Layout, check_device
 from lowcomm.sync.group import resolve_group
-from lowcomm.sync.schedule import Periodic, Schedule, check_overlap, check_period
+from lowcomm.sync.schedule import (
+    Periodic,
+    Schedule,
+    check_number,
+    check_overlap,
+    check_period,
+)
 from lowcomm.sync.seam import Group
+from lowcomm.sync.stats import Stats
 from lowcomm.sync.stream import Stream
 
 #: Key of our part in a state_dict; loaders of the inner optimizer pass over it.
@@ -82,6 +87,8 @@ class AbstractWrapper(Optimizer):
     #: attributes that may be set during a run, and are saved
     _adjustable: tuple[str, ...] = ()
     _swapped = False
+    #: the step for which the weight function was last called, and what it said
+    _weighed: tuple[int, float] | None = None
 
     def __init__(
         self,
@@ -99,8 +106,8 @@ class AbstractWrapper(Optimizer):
         init_sync: bool = True,
         **inner: Any,
     ) -> None:
-        if bucket_bytes < 1:
-            raise ValueError(f"bucket_bytes must be at least 1, got {bucket_bytes=}.")
+        check_number("bucket_bytes", bucket_bytes, int, least=1)
+        check_number("timeout_s", timeout_s, float)
         if not timeout_s > 0:
             raise ValueError(f"timeout_s must be positive, got {timeout_s=}.")
         if not (callable(weight) or weight in ("equal", "steps")):
@@ -116,7 +123,9 @@ class AbstractWrapper(Optimizer):
             )
         self._error_feedback = error_feedback
         self._anchor_device = check_device("anchor_device", anchor_device)
-        self.inner = _build_inner(params, inner, type(self))
+        self.inner = build_inner(
+            params, inner, self._inner_class, type(self), AbstractWrapper
+        )
         self._weight = weight
         self._buffers = _named_buffers(buffers)
         self._bucket_bytes = bucket_bytes
@@ -173,6 +182,7 @@ class AbstractWrapper(Optimizer):
             timeout_s=self._timeout_s,
             bucket_bytes=self._bucket_bytes,
             heal=self._states.heal_,
+            check=self._check_trainable,
         )
 
     def _buffer_streams(self, schedule: Schedule) -> list[Stream]:
@@ -185,12 +195,28 @@ class AbstractWrapper(Optimizer):
             streams.append(FirstWorkers("integer buffers", Layout(taken), schedule))
         return streams
 
+    def _check_trainable(self) -> None:
+        """Raises if a parameter was frozen or unfrozen since it got its place."""
+        for name, param in self._named().items():
+            if param.requires_grad != (name in self._params):
+                raise ValueError(
+                    f"requires_grad of {name!r} must stay as it was when the optimizer "
+                    f"was built, got {param.requires_grad}. Build the optimizer again, "
+                    "or give the parameter a group with a learning rate of 0."
+                )
+
     def _weigh(self, steps: int) -> float:
         if self._weight == "equal":
             return 1.0
         if not callable(self._weight):
             return float(steps)
-        weight = self._weight()
+        now = self._engine.steps
+        if self._weighed is None or self._weighed[0] != now:  # once for all streams
+            self._weighed = (now, self._call_weight(self._weight))
+        return self._weighed[1]
+
+    def _call_weight(self, function: Callable[[], float]) -> float:
+        weight = function()
         try:
             is_weight = math.isfinite(weight) and weight >= 0
         except TypeError:
@@ -226,7 +252,13 @@ class AbstractWrapper(Optimizer):
             for name, t in tensors.items()
         ]
         settings = self._settings() | {"bucket_bytes": self._bucket_bytes}
-        return settings | {f"tensor {i}": line for i, line in enumerate(lines)}
+        parts = {
+            f"the tensors of {stream.name!r}": list(stream.layout.specs)
+            for stream in self._engine.streams
+            if stream.has_parameters
+        }
+        tensor_lines = {f"tensor {i}": line for i, line in enumerate(lines)}
+        return settings | tensor_lines | parts
 
     @property
     def _inners(self) -> tuple[Optimizer, ...]:
@@ -265,7 +297,7 @@ class AbstractWrapper(Optimizer):
     def state(self) -> Any:  # type: ignore[override]
         """The inner optimizer's own state; of several, all of it as one mapping."""
         if isinstance(self.inner, tuple):
-            return _JoinedState(self.inner)
+            return JoinedState(self.inner)
         return self.inner.state
 
     @property
@@ -320,7 +352,7 @@ class AbstractWrapper(Optimizer):
                     del inner.found_inf, inner.grad_scale  # type: ignore[attr-defined]
             elif not skip:
                 if scale is not None:
-                    _unscale_(inner, scale)
+                    unscale_(inner, scale)
                 loss = inner.step()
         return loss
 
@@ -331,7 +363,8 @@ class AbstractWrapper(Optimizer):
         """
         if len(self.state) or any(float(g.get("lr", 1)) for g in self.param_groups):
             return False
-        grads = [p.grad for g in self.param_groups for p in g["params"]]
+        params = [p for g in self.param_groups for p in g["params"]]
+        grads = [p.grad for p in params if p.requires_grad]
         return not any(grad is None or bool(grad.any()) for grad in grads)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -355,7 +388,7 @@ class AbstractWrapper(Optimizer):
         fragments = [s for s in self._engine.streams if s.has_parameters]
         smallest = min(fragments, key=lambda s: s.layout.num_bytes)
         self._engine.extend(smallest, trainable)
-        self._evaluation.extend_(trainable)
+        self._evaluation.extend_(trainable, {})
 
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's state_dict with our part under a key of its own.
@@ -398,13 +431,12 @@ class AbstractWrapper(Optimizer):
             result = pre_hook(self, state_dict)
             state_dict = state_dict if result is None else result
         own = state_dict.get(_OWN_KEY)
-        if strict:
-            self._check_loadable(state_dict, own)
+        self._check_loadable(state_dict, own, strict=strict)
         groups = iter(state_dict["param_groups"])
         for inner, first in self._with_offsets():
             mine = [next(groups) for _ in inner.param_groups]
             ids = {i: i - first for group in mine for i in group["params"]}
-            _load_inner_(
+            load_inner_(
                 inner,
                 {ids.get(i, i): s for i, s in state_dict["state"].items() if i in ids},
                 [{**g, "params": [ids[i] for i in g["params"]]} for g in mine],
@@ -413,20 +445,22 @@ class AbstractWrapper(Optimizer):
             for name, value in own["adjusted"].items():
                 if name in self._adjustable:
                     setattr(self, name, value)
-            self._engine.load_state_dict(own["sync"])
+            self._engine.load_state_dict(own["sync"], strict=strict)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
-    def _check_loadable(self, state_dict: Mapping[str, Any], own: Any) -> None:
+    def _check_loadable(
+        self, state_dict: Mapping[str, Any], own: Any, *, strict: bool
+    ) -> None:
         """Raises before anything has been changed."""
-        if own is None:
+        if own is None and strict:
             raise ValueError(
                 f"state_dict must have an entry {_OWN_KEY!r}, got "
                 f"{sorted(state_dict)}. Load a checkpoint of the bare inner optimizer "
                 "with `.inner.load_state_dict`."
             )
-        mine, saved = self._settings(), own["config"]
-        for key in mine | saved:
+        mine, saved = self._settings(), own["config"] if strict else {}
+        for key in mine | saved if strict else ():
             if mine.get(key) != saved.get(key):
                 raise ValueError(
                     f"{key} must be as in the checkpoint, got {key}={mine.get(key)!r} "
@@ -451,6 +485,10 @@ class AbstractWrapper(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         state = {k: v for k, v in self.__dict__.items() if k not in _NOT_COPIED}
         state = {k: v for k, v in state.items() if not k.endswith("_hooks")}
+        # Fragments as they are: a split of what there is now might be another one.
+        state["_parts"] = [
+            list(s.layout.specs) for s in self._engine.streams if s.has_parameters
+        ]
         return state | {_OWN_KEY: self._engine.state_dict()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -458,7 +496,7 @@ class AbstractWrapper(Optimizer):
         own = state.pop(_OWN_KEY)
         super().__setstate__(state)
         self._build()
-        self._engine.load_state_dict(own)
+        self._engine.load_state_dict(own, strict=True)
 
     # ------------------------------------------------------------- our own side
 
@@ -494,25 +532,20 @@ class AbstractWrapper(Optimizer):
         """
         self._refuse_when_swapped("global_parameters")
         layout = self._evaluation.layout
-        layout.refresh()
-        local = layout.empty()
-        for chunk in layout.chunks:
-            layout.gather_(chunk, local[chunk])
+        local = layout.gather_all_(layout.empty())
         agreed = [s for s in self._engine.streams if s.holds_global]
         mean = None if agreed else self._engine.average(self._evaluation)
         self._swapped = True
         try:
-            for stream in agreed if self._engine.started else ():
-                stream.locate()
-                for chunk in stream.layout.chunks:
-                    stream.layout.scatter_(chunk, stream.agreed[chunk])  # type: ignore[index]
-            for chunk in layout.chunks if mean is not None else ():
-                layout.scatter_(chunk, mean[chunk])  # type: ignore[index]
+            if mean is not None:
+                layout.scatter_all_(mean)
+            elif self._engine.started:
+                for stream in agreed:
+                    assert stream.agreed is not None
+                    stream.layout.scatter_all_(stream.agreed)
             yield
         finally:
-            layout.refresh()
-            for chunk in layout.chunks:
-                layout.scatter_(chunk, local[chunk])
+            layout.scatter_all_(local)
             self._swapped = False
 
     def _refuse_when_swapped(self, what: str) -> None:
@@ -521,73 +554,6 @@ class AbstractWrapper(Optimizer):
                 f"{what} must be called with the local parameters in the model, got a "
                 "call inside `global_parameters()`. Leave it first."
             )
-
-
-class _JoinedState(MutableMapping[Tensor, Any]):
-    """The states of several optimizers, each parameter's in its own optimizer."""
-
-    def __init__(self, inners: tuple[Optimizer, ...]) -> None:
-        self._inners = inners
-
-    def _home(self, param: Tensor) -> dict[Tensor, Any]:
-        for inner in self._inners:
-            if any(param is p for g in inner.param_groups for p in g["params"]):
-                return inner.state
-        raise KeyError(param)
-
-    def __getitem__(self, param: Tensor) -> Any:
-        return self._home(param)[param]
-
-    def __setitem__(self, param: Tensor, value: Any) -> None:
-        self._home(param)[param] = value
-
-    def __delitem__(self, param: Tensor) -> None:
-        del self._home(param)[param]
-
-    def __contains__(self, param: object) -> bool:
-        return any(param in inner.state for inner in self._inners)
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return chain.from_iterable(inner.state for inner in self._inners)
-
-    def __len__(self) -> int:
-        return sum(len(inner.state) for inner in self._inners)
-
-
-def _build_inner(
-    params: Any, keywords: dict[str, Any], wrapper: type[AbstractWrapper]
-) -> Optimizer | tuple[Optimizer, ...]:
-    """The inner optimizer that a wrapper's first argument and keywords stand for."""
-    method, inner = wrapper.__name__, wrapper._inner_class
-    given = params if isinstance(params, (list, tuple)) else [params]
-    if any(isinstance(item, Optimizer) for item in given):
-        for item in given:
-            if not isinstance(item, Optimizer) or isinstance(item, AbstractWrapper):
-                raise TypeError(
-                    "params must be parameters, an optimizer or a list of optimizers, "
-                    f"got {type(item).__name__} among them."
-                )
-        if keywords:
-            raise TypeError(
-                f"{method}() got {', '.join(sorted(keywords))} beside a built "
-                "optimizer. Give them to that optimizer."
-            )
-        owners = [
-            id(p) for o in given for g in o.param_groups for p in set(g["params"])
-        ]
-        if len(owners) != len(set(owners)):
-            raise ValueError(
-                "params must be disjoint, got a parameter in two optimizers."
-            )
-        return tuple(given) if isinstance(params, (list, tuple)) else given[0]
-    known = inspect.signature(inner).parameters
-    for keyword in keywords:
-        if keyword not in known:
-            raise TypeError(
-                f"{method}() got an unexpected keyword argument {keyword!r}: neither "
-                f"{method} nor {inner.__name__} has it."
-            )
-    return inner(params, **keywords)
 
 
 def _named_buffers(
@@ -607,31 +573,3 @@ def _named_buffers(
                 f"{type(tensor).__name__} among them."
             )
     return {f"buffer {i}": tensor for i, tensor in enumerate(tensors)}
-
-
-def _unscale_(inner: Optimizer, scale: Tensor) -> None:
-    """Divides gradients by the loss scale, as `GradScaler.unscale_` does."""
-    inverse = scale.double().reciprocal().float()
-    for group in inner.param_groups:
-        for param in group["params"]:
-            if param.grad is None:
-                continue
-            if param.grad.is_sparse:
-                param.grad = param.grad.coalesce()
-                param.grad._values().mul_(inverse.to(param.grad.device))
-            else:
-                param.grad.mul_(inverse.to(param.grad.device))
-
-
-def _load_inner_(
-    inner: Optimizer, state: dict[Any, Any], param_groups: list[dict[str, Any]]
-) -> None:
-    """Loads copies, and keeps dtypes: torch casts state to that of the parameter."""
-    saved = copy.deepcopy(state)
-    inner.load_state_dict({"state": saved, "param_groups": param_groups})
-    params = [param for group in inner.param_groups for param in group["params"]]
-    for index, values in saved.items():
-        for key, value in values.items() if isinstance(values, dict) else ():
-            loaded = inner.state[params[index]][key]
-            if isinstance(value, Tensor) and loaded.dtype != value.dtype:
-                inner.state[params[index]][key] = value.to(loaded.device)

@@ -6,7 +6,6 @@ Douillard et al., DiLoCo: Distributed Low-Communication Training of Language Mod
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +16,7 @@ from lowcomm.optim._states import States
 from lowcomm.optim._streams import Anchored, Eager
 from lowcomm.optim._wrapper import AbstractWrapper
 from lowcomm.sync.flat import Layout, split
-from lowcomm.sync.schedule import check_period, staggered
+from lowcomm.sync.schedule import check_number, check_period, staggered
 from lowcomm.sync.stream import Stream
 
 
@@ -69,6 +68,8 @@ class DiLoCo(AbstractWrapper):
     """
 
     _adjustable = ("outer_lr",)
+    #: names in each fragment, in a copy
+    _parts: list[list[str]] | None = None
 
     def __init__(
         self,
@@ -85,22 +86,26 @@ class DiLoCo(AbstractWrapper):
     ) -> None:
         self.sync_every = check_period("sync_every", sync_every)
         self.outer_lr = outer_lr
+        check_number("outer_momentum", outer_momentum, float)
         if not 0 <= outer_momentum < 1:
             raise ValueError(
                 f"outer_momentum must be at least 0 and below 1, got {outer_momentum=}."
             )
         self.outer_momentum = outer_momentum
         self.nesterov = nesterov
-        self._first_outer_lr = outer_lr
+        self._first_outer_lr = self.outer_lr
         if local_mix is not None and not 0 <= local_mix <= 1:
             raise ValueError(f"local_mix must be from 0 to 1, got {local_mix=}.")
         self.local_mix = local_mix
         if eager and (common.get("overlap") or local_mix is not None):
             raise ValueError(
-                "eager must be False with overlap or local_mix, got eager=True: its "
-                "exchange has the whole round, and its own share is applied at once."
+                f"eager must be False with overlap or local_mix, got {eager=} with "
+                f"overlap={common.get('overlap', 0)} and {local_mix=}: its exchange "
+                "has the whole round, and its own share is applied at once."
             )
         self.eager = eager
+        if not isinstance(fragments, int):
+            fragments = [list(part) for part in fragments]
         self.fragments = fragments
         super().__init__(params, **common)
 
@@ -110,11 +115,8 @@ class DiLoCo(AbstractWrapper):
 
     @outer_lr.setter
     def outer_lr(self, outer_lr: float) -> None:
-        if not (math.isfinite(outer_lr) and outer_lr >= 0):
-            raise ValueError(
-                f"outer_lr must be a finite number of at least 0, got {outer_lr=}."
-            )
-        self._outer_lr = outer_lr
+        check_number("outer_lr", outer_lr, float)
+        self._outer_lr = float(outer_lr)
 
     def _config(self) -> dict[str, Any]:
         fragments = self.fragments
@@ -129,10 +131,10 @@ class DiLoCo(AbstractWrapper):
         }
 
     def _streams(self, params: dict[str, Tensor], states: States) -> list[Stream]:
-        parts = split(params, self.fragments)
+        parts = self._parts or split(params, self.fragments)
         overlap = self.sync_every if self.eager else self._overlap
         schedules = staggered(self.sync_every, len(parts), overlap)
-        mix = 0.5 if self.local_mix is None and overlap else self.local_mix or 0.0
+        mix = 0.5 if self.local_mix is None and self._overlap else self.local_mix or 0.0
         return [
             (Eager if self.eager else Anchored)(
                 self._outer_,

@@ -76,6 +76,11 @@ class LocalSGD(AbstractWrapper):
             else check_period("sync_every", sync_every)
         )
         self.warmup_steps = check_period("warmup_steps", warmup_steps, least=0)
+        if common.get("anchor_device") is not None and common.get("codec") is None:
+            raise ValueError(
+                "anchor_device must be None without a codec, got "
+                f"{common['anchor_device']!r}: there is no anchor."
+            )
         self.average_states = average_states
         super().__init__(params, **common)
 

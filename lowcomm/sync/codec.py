@@ -45,6 +45,11 @@ class Codec(ABC):
     def wire_bytes(self, n: int) -> int:
         """The bytes that `n` values become, exactly."""
 
+    def of_mean(self, num_workers: int) -> Codec:
+        """The codec of the mean of so many workers' values."""
+        del num_workers
+        return self
+
     @abstractmethod
     def encode_(self, flat: Tensor, wire: Tensor) -> None:
         """Writes the code of `flat`; as `encode`, with arguments that were checked.
@@ -284,6 +289,10 @@ class TopK(Codec):
                 "density must be above 0 and at most 1, "
                 f"got density={self.density}. It is a part of the values."
             )
+
+    def of_mean(self, num_workers: int) -> Codec:
+        """Room for all that the workers have kept: they need not keep the same."""
+        return TopK(min(1.0, self.density * num_workers))
 
     def wire_bytes(self, n: int) -> int:
         """Four for each kept value."""

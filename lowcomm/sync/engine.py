@@ -5,7 +5,6 @@ The engine knows when and how; what a share is and what a result does is a strea
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import logging
@@ -34,59 +33,15 @@ from lowcomm.sync.mean import (
 from lowcomm.sync.peers import Peers, everyone
 from lowcomm.sync.seam import Exchange, Group, Task
 from lowcomm.sync.staging import Staged
+from lowcomm.sync.stats import Stats
 from lowcomm.sync.stream import Landing, Stream
 
 _log = logging.getLogger(__name__)
 
-#: One part in so many of the agreed values is compared in every round.
+#: At the most so many rounds pass until all of the agreed values have been compared.
 _FINGERPRINT_PARTS = 16
 
 _NOT_FINITE = "round %d of %r goes without %s share: it is not finite"
-
-
-@dataclass
-class StreamStats:
-    """What has been done for one stream, on this worker.
-
-    Args:
-        rounds: exchanges applied.
-        bytes_sent: by its exchanges, headers included.
-        exposed_s: seconds that `step()` waited for them.
-        share_norm: Euclidean length of this worker's last pseudo-gradient.
-        mean_norm: length of the workers' mean.
-        cosine: between the two: 1 if all workers go the same way, about
-            :math:`1/\\sqrt{M}` if their ways are unrelated.
-    """
-
-    rounds: int = 0
-    bytes_sent: int = 0
-    exposed_s: float = 0.0
-    share_norm: float | None = None
-    mean_norm: float | None = None
-    cosine: float | None = None
-
-
-@dataclass
-class Stats:
-    """What synchronization has done so far, on this worker.
-
-    Args:
-        steps: inner steps attempted.
-        rounds: exchanges applied, one for each fragment or state.
-        bytes_sent: by exchanges, headers included.
-        setup_bytes: by checks, broadcasts and `global_parameters`.
-        exposed_s: seconds that `step()` waited for the network.
-        skipped_rounds: due, and not applied here.
-        streams: the same for each fragment or state, by name.
-    """
-
-    steps: int = 0
-    rounds: int = 0
-    bytes_sent: int = 0
-    setup_bytes: int = 0
-    exposed_s: float = 0.0
-    skipped_rounds: int = 0
-    streams: dict[str, StreamStats] = field(default_factory=dict)
 
 
 @dataclass
@@ -101,6 +56,7 @@ class _Progress:
     settled_at: int = 0  # steps taken when workers were last made equal
     verified: bool = False  # whether the whole of `agreed` has been compared
     waiting: dict[str, Tensor] = field(default_factory=dict)  # to be taken in
+    starts: dict[str, Tensor] = field(default_factory=dict)  # their values of then
 
     def plan(self, clock: int) -> None:
         """A round begins."""
@@ -114,7 +70,7 @@ class _Progress:
             self.due, self.began = self.stream.schedule.after(self.began), None
 
 
-@dataclass
+@dataclass(kw_only=True)
 class _Pending:
     """An exchange under way: everything that landing it needs."""
 
@@ -151,6 +107,7 @@ class Engine:
         timeout_s: bound of every wait, in seconds.
         bucket_bytes: largest message.
         heal: called when the worker has taken a result in place of a broken state.
+        check: called before a round; raises if the tensors are no longer right.
     """
 
     def __init__(
@@ -162,6 +119,7 @@ class Engine:
         timeout_s: float,
         bucket_bytes: int,
         heal: Callable[[], None],
+        check: Callable[[], None],
     ) -> None:
         self.group = group
         self.started = False
@@ -171,9 +129,11 @@ class Engine:
         self._timeout_s = timeout_s
         self._bucket_bytes = bucket_bytes
         self._heal = heal
+        self._check = check
         self._lane = group.new_lane()
         self._exchange = 0
         self._stats = Stats()
+        self._unreported: list[Stats] = []
         self._lost: SyncError | None = None
         # Counts steps as the schedules do; `finish` brings it to the same value
         # everywhere, while `stats.steps` stays this worker's own.
@@ -187,10 +147,12 @@ class Engine:
     @property
     def stats(self) -> Stats:
         """A copy of the counts so far."""
-        streams = self._stats.streams.items()
-        return dataclasses.replace(
-            self._stats, streams={n: dataclasses.replace(s) for n, s in streams}
-        )
+        return self._stats.snapshot()
+
+    @property
+    def steps(self) -> int:
+        """Inner steps attempted."""
+        return self._stats.steps
 
     @property
     def streams(self) -> list[Stream]:
@@ -202,7 +164,6 @@ class Engine:
     def start(self) -> None:
         """Called before the first inner step."""
         for progress in self._progress:
-            progress.stream.locate()
             progress.stream.start_()
         self.started = True
 
@@ -220,6 +181,7 @@ class Engine:
                 p for p in self._progress if p.due and p.due <= self._clock
             )
             self._next = self._next_event()
+            self._report()
 
     def _next_event(self) -> float:
         due = [p.due for p in self._progress if p.due is not None]
@@ -229,11 +191,14 @@ class Engine:
 
     def _exchange_all(self, due: Iterable[_Progress]) -> None:
         """Launches streams, and lands those that do not overlap."""
-        for progress in list(due):
+        due = list(due)
+        if due:
+            self._check()
+        for progress in due:
             self._launch(progress)
         self._land_all(p for p in self._pending if p.lands <= self._clock)
 
-    def _launch(self, progress: _Progress) -> _Pending:
+    def _launch(self, progress: _Progress) -> None:
         """Takes this worker's share, judges it and puts it on its way."""
         stream, layout = progress.stream, progress.stream.layout
         stream.locate()
@@ -241,47 +206,63 @@ class Engine:
         # Alone and at once, shares are not kept: nothing can fail between taking and
         # applying them, and taking them again while they are in the cache is faster.
         alone = len(members) == 1 and not stream.schedule.overlap_at(self._clock)
-        shares = layout.scratch() if alone else layout.empty()
-        finite = layout.is_finite()
-        if not alone:
-            for chunk in layout.chunks:
-                stream.share_(chunk, out := shares[chunk])
-                if stream.residual is not None:
-                    out.add_(stream.residual[chunk])
-        if stream.takes_first:
-            weight = float(self.group.rank == members[0])
+        if alone:
+            shares = layout.scratch()
         else:
+            shares = self._shares(stream)
+        weight = 0.0
+        if stream.counts(self.group.rank, members):
             weight = self._weight(self._stats.steps - progress.launched_at)
-        pending = _Pending(
+        pending = self._new_pending(
             progress,
-            self._clock,
-            self._stats.steps,
-            finite,
-            weight,
-            len(members),
-            shares,
-            *self._rooms(stream, shares, alone=alone),
+            clock=self._clock,
+            steps=self._stats.steps,
+            finite=layout.is_finite(),
+            weight=weight,
+            num_workers=len(members),
+            shares=shares,
+            alone=alone,
         )
         progress.plan(self._clock)
         self._pending.append(pending)
         self._send(pending)
-        stream.launched_(shares, len(members), finite=finite)
-        return pending
+        replaced = stream.launched_(shares, len(members), finite=pending.finite)
+        if replaced and not pending.finite:
+            self._heal()
 
-    def _rooms(
-        self, stream: Stream, shares: Flats, *, alone: bool
-    ) -> tuple[Flats, Flats | None, Staged | None, bool]:
-        """Memory for the result, for what the codec loses, and for the wire to read."""
-        if alone:
-            return shares, None, None, True
-        device = self.group.device
-        lost = None if stream.residual is None else stream.layout.empty(device)
-        if any(flat.device.type != device.type for flat in shares.tensors):
-            staged = Staged(shares, device, self.group.rank)
-            return staged.flats, lost, staged, False
-        # What is still needed when the result comes is not overwritten by it.
-        kept = stream.schedule.overlap_at(self._clock) > 0
-        return stream.layout.empty() if kept else shares, lost, None, False
+    def _shares(self, stream: Stream) -> Flats:
+        """This worker's contribution, with what an earlier code owes."""
+        shares = stream.layout.empty()
+        for chunk in stream.layout.chunks:
+            stream.share_(chunk, out := shares[chunk])
+            if stream.residual is not None:
+                out.add_(stream.residual[chunk])
+        return shares
+
+    def _new_pending(
+        self, progress: _Progress, *, alone: bool = False, **launch: Any
+    ) -> _Pending:
+        """A launched exchange with memory for what will come of it."""
+        stream, shares, device = progress.stream, launch["shares"], self.group.device
+        lost = staged = None
+        results = shares
+        if not alone:
+            # What is still needed when the result comes is not overwritten by it.
+            if stream.schedule.overlap_at(launch["clock"]):
+                results = stream.layout.empty()
+            if stream.residual is not None:
+                lost = stream.layout.empty(device)
+            if any(flat.device.type != device.type for flat in shares.tensors):
+                staged = Staged(shares, device, self.group.rank)
+                results = stream.layout.empty(device)
+        return _Pending(
+            progress=progress,
+            alone=alone,
+            results=results,
+            lost=lost,
+            staged=staged,
+            **launch,
+        )
 
     def _send(self, pending: _Pending) -> None:
         """Puts a share on its way."""
@@ -290,10 +271,11 @@ class Engine:
         progress, stream = pending.progress, pending.progress.stream
         wire = self._wire(self._members(stream.peers, progress.round))
         shares = pending.shares if pending.staged is None else pending.staged.flats
-        job = self._job(stream, shares, pending.results, pending.lost)
+        job = self._job(stream, shares, pending.results, wire)
+        if pending.lost is not None:
+            job = job._replace(lost=pending.lost.tensors)
         job = job._replace(staged=pending.staged)
-        header = self._header(progress, pending)
-        pending.task = self._run(mean_(wire, job, header))
+        pending.task = self._run(mean_(wire, job, self._header(pending)))
 
     def _resend(self) -> None:
         """Sends again what a checkpoint has brought."""
@@ -303,8 +285,9 @@ class Engine:
 
     def _land_all(self, pendings: Iterable[_Pending], *, settle: bool = False) -> None:
         for pending in list(pendings):
+            since = self.group.now()
             try:
-                self._land(pending, settle=settle)
+                outcome = None if pending.task is None else self._wait(pending.task)
             except SyncError:
                 if pending.lands == pending.clock:
                     # Its share is taken anew, if the run goes on.
@@ -312,15 +295,21 @@ class Engine:
                     pending.progress.due, pending.progress.began = pending.clock, None
                 raise
             self._pending.remove(pending)
+            self._land(pending, outcome, self.group.now() - since, settle=settle)
 
-    def _land(self, pending: _Pending, *, settle: bool) -> None:
-        """Waits for the result of a launched exchange and applies it."""
+    def _land(
+        self,
+        pending: _Pending,
+        outcome: Outcome | None,
+        exposed_s: float,
+        *,
+        settle: bool,
+    ) -> None:
+        """Applies the result of an exchange that has ended; None if alone."""
         progress, stream = pending.progress, pending.progress.stream
         applied, left_out = pending.finite, False
-        if pending.task is not None:
-            since = self.group.now()
-            outcome: Outcome = self._wait(pending.task)
-            self._count(stream, outcome, self.group.now() - since)
+        if outcome is not None:
+            self._count(stream, outcome, exposed_s)
             applied = bool(outcome.included) and self.group.commit(progress.round)
             left_out = not pending.finite
             _log_left_out(progress, outcome)
@@ -328,32 +317,31 @@ class Engine:
             _log.warning(_NOT_FINITE, progress.round, stream.name, "this worker's")
         if applied:
             late = self._stats.steps - pending.steps
-            self._apply(
-                pending,
-                Landing(
-                    late=late,
-                    share=pending.shares if pending.kept and not left_out else None,
-                    settle=left_out or (settle and late == 0),
-                    num_workers=pending.num_workers,
-                ),
+            landing = Landing(
+                late=late,
+                share=pending.shares if pending.kept and not left_out else None,
+                settle=left_out or (settle and late == 0),
+                num_workers=pending.num_workers,
             )
+            self._apply(stream, pending.results, landing, alone=pending.alone)
             if left_out:
                 self._heal()
             elif pending.lost is not None and stream.residual is not None:
                 pairs = zip(stream.residual.tensors, pending.lost.tensors, strict=True)
                 for residual, lost in pairs:
                     residual.copy_(lost)
-        progress.launched_at = pending.steps
-        if stream.last is None:
-            progress.settled_at = pending.steps
+            progress.launched_at = pending.steps
+            if stream.last is None:
+                progress.settled_at = pending.steps
         self._passed(progress, applied=applied)
 
-    def _apply(self, pending: _Pending, landing: Landing) -> None:
-        stream = pending.progress.stream
+    def _apply(
+        self, stream: Stream, results: Flats, landing: Landing, *, alone: bool = False
+    ) -> None:
         stream.locate()
         for chunk in stream.layout.chunks:
-            result = pending.results[chunk]
-            if pending.alone:
+            result = results[chunk]
+            if alone:
                 stream.share_(chunk, result)
             device = stream.layout.device_of(chunk)
             stream.apply_(chunk, result.to(device, non_blocking=True), landing)
@@ -363,28 +351,32 @@ class Engine:
         progress.round += 1
         progress.verified = True
         if progress.waiting:
-            progress.stream.extend_(progress.waiting)
-            progress.waiting = {}
+            self._extend(progress, progress.waiting, progress.starts)
+            progress.waiting, progress.starts = {}, {}
         if not progress.stream.is_round:
             return
         if applied:
             self._stats.rounds += 1
-            self._stream_stats(progress.stream).rounds += 1
-            for hook in list(self.hooks.values()):
-                hook(self.stats)
+            self._stats.of(progress.stream.name).rounds += 1
+            if self.hooks:
+                self._unreported.append(self.stats)
         else:
             self._stats.skipped_rounds += 1
 
+    def _report(self) -> None:
+        """Calls the hooks, when the step's rounds are over and may be saved."""
+        rounds, self._unreported = self._unreported, []
+        for stats in rounds:
+            for hook in list(self.hooks.values()):
+                hook(stats)
+
     def _count(self, stream: Stream, outcome: Outcome, exposed_s: float) -> None:
-        stats = self._stream_stats(stream)
+        stats = self._stats.of(stream.name)
         for counts in (self._stats, stats):
             counts.exposed_s += exposed_s
             counts.bytes_sent += outcome.bytes_sent
         if outcome.likeness is not None:
             stats.share_norm, stats.mean_norm, stats.cosine = outcome.likeness
-
-    def _stream_stats(self, stream: Stream) -> StreamStats:
-        return self._stats.streams.setdefault(stream.name, StreamStats())
 
     # ------------------------------------------------------------------ on request
 
@@ -392,13 +384,14 @@ class Engine:
         """The workers' mean of a stream that has no schedule; nothing is applied."""
         progress = self._find(_number(stream.name))
         stream.locate()
-        shares = stream.layout.empty()
-        for chunk in stream.layout.chunks:
-            stream.share_(chunk, shares[chunk])
-        finite = stream.layout.is_finite()
-        rooms = self._rooms(stream, shares, alone=False)
-        pending = _Pending(
-            progress, self._clock, self._stats.steps, finite, 1.0, 0, shares, *rooms
+        pending = self._new_pending(
+            progress,
+            clock=self._clock,
+            steps=self._stats.steps,
+            finite=stream.layout.is_finite(),
+            weight=1.0,
+            num_workers=0,
+            shares=self._shares(stream),
         )
         self._send(pending)
         assert pending.task is not None
@@ -414,12 +407,13 @@ class Engine:
         """
         if not self.started:
             self.start()
+        self._check()
         self._resend()
         self._land_all(self._pending, settle=True)
         while True:
             wire = self._wire(self._members(everyone, 0))
             headers: dict[int, Header] = self._wait(
-                self._run(handshake(wire, self._header(None, None)))
+                self._run(handshake(wire, Header.of_finished(self._clock)))
             )
             working = [header for header in headers.values() if not header.finished]
             if not working:
@@ -428,11 +422,7 @@ class Engine:
         self._stats.setup_bytes += wire.bytes_sent
         # Rounds go on from the step of whoever took most.
         self._clock = max(header.step for header in headers.values())
-        moved = [
-            progress
-            for i, progress in enumerate(self._progress)
-            if not all(header.settled >> i & 1 for header in headers.values())
-        ]
+        moved = self._moved_anywhere()
         for progress in moved:
             last = progress.stream.last
             self._launch(progress if last is None else self._find(_number(last.name)))
@@ -442,6 +432,18 @@ class Engine:
         for progress in self._progress:
             progress.plan(self._clock)
         self._next = self._next_event()
+        self._report()
+
+    def _moved_anywhere(self) -> list[_Progress]:
+        """Streams that have changed on some worker since workers were equal."""
+        scheduled = [p for p in self._progress if not p.stream.schedule.never]
+        mine = [int(p.settled_at < self._stats.steps) for p in scheduled]
+        flags = self._gather(bytes(mine)) if scheduled else {}
+        return [
+            progress
+            for i, progress in enumerate(scheduled)
+            if any(theirs[i] for theirs in flags.values())
+        ]
 
     def _serve(
         self, wire: Wire, headers: dict[int, Header], progress: _Progress
@@ -449,29 +451,44 @@ class Engine:
         """Takes part in others' round without a share that counts."""
         stream = progress.stream
         check_headers(headers, stream.name)
-        stream.locate()
         results = stream.layout.new(self.group.device)
-        job = self._job(stream, results, results, None)
+        job = self._job(stream, results, results, wire)
         outcome: Outcome = self._wait(self._run(serve_(wire, job, headers)))
-        self._count(stream, outcome, 0.0)
         if stream.schedule.never:
+            self._stats.setup_bytes += outcome.bytes_sent
             progress.round += 1
             return
+        self._count(stream, outcome, 0.0)
         if outcome.included:
             keep = progress.settled_at < self._stats.steps
-            landing = Landing(keep=keep, settle=not keep)
-            for chunk in stream.layout.chunks:
-                device = stream.layout.device_of(chunk)
-                stream.apply_(chunk, results[chunk].to(device), landing)
+            self._apply(stream, results, Landing(keep=keep, settle=not keep))
         self._passed(progress, applied=bool(outcome.included))
 
     def extend(self, stream: Stream, tensors: Mapping[str, Tensor]) -> None:
         """Takes further tensors into a stream, once nothing of it is under way."""
         (progress,) = (p for p in self._progress if p.stream is stream)
+        starts = {name: tensor.detach().clone() for name, tensor in tensors.items()}
         if any(pending.progress is progress for pending in self._pending):
             progress.waiting |= tensors
+            progress.starts |= starts
         else:
-            stream.extend_(tensors)
+            self._extend(progress, tensors, starts)
+
+    def _extend(
+        self,
+        progress: _Progress,
+        tensors: Mapping[str, Tensor],
+        starts: Mapping[str, Tensor],
+    ) -> None:
+        stream = progress.stream
+        residual = None
+        if stream.residual is not None:
+            residual = stream.layout.read(stream.residual)
+        stream.extend_(tensors, starts)
+        if residual is not None:
+            stream.residual = stream.layout.new()
+            stream.layout.write_(stream.residual, residual)
+        progress.verified = False
 
     def agree(self, plan: Mapping[str, Any]) -> None:
         """Raises `PeerMismatch` on every worker unless all of them hold this plan."""
@@ -487,21 +504,18 @@ class Engine:
                     raise PeerMismatch(
                         f"{key} must be the same on all workers, got "
                         f"{one.get(key, 'nothing')} on rank {first} and "
-                        f"{other.get(key, 'nothing')} on rank {rank}."
+                        f"{other.get(key, 'nothing')} on rank {rank}. Build all "
+                        "optimizers alike."
                     )
 
     def broadcast(self, tensors: Mapping[str, Tensor]) -> None:
         """Gives all workers the first one's tensors, bit by bit, in place."""
         layout = Layout(tensors, widen=False)
-        layout.refresh()
-        flats = layout.empty(self.group.device)
-        for chunk in layout.chunks:
-            layout.gather_(chunk, flats[chunk])
+        flats = layout.gather_all_(layout.empty(self.group.device))
         wire = self._wire(self._members(everyone, 0))
         exchange = broadcast_(wire, flats.tensors, self._bucket_bytes)
         self._stats.setup_bytes += self._wait(self._run(exchange))
-        for chunk in layout.chunks:
-            layout.scatter_(chunk, flats[chunk])
+        layout.scatter_all_(flats)
 
     def _gather(self, mine: bytes) -> dict[int, bytes]:
         wire = self._wire(self._members(everyone, 0))
@@ -516,7 +530,7 @@ class Engine:
         return {
             "started": self.started,
             "clock": self._clock,
-            "stats": dataclasses.asdict(self._stats),
+            "stats": self._stats.state_dict(),
             "streams": {
                 progress.stream.name: {
                     "due": progress.due,
@@ -543,18 +557,18 @@ class Engine:
             ],
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Copies everything back; the next exchange compares all agreed values."""
+    def load_state_dict(self, state: Mapping[str, Any], *, strict: bool) -> None:
+        """Copies everything back; the next exchange compares all agreed values.
+
+        Args:
+            state: what `state_dict` returned.
+            strict: whether streams and schedules are those of the state. If not, each
+                tensor goes by its name, rounds are planned anew, and what was under
+                way is dropped.
+        """
         self.started = state["started"]
         self._clock = state["clock"]
-        streams = state["stats"]["streams"].items()
-        self._stats = Stats(
-            **{
-                **state["stats"],
-                "streams": {name: StreamStats(**counts) for name, counts in streams},
-            }
-        )
-        # Tensors go by their own names: streams may be cut differently.
+        self._stats = Stats.from_state_dict(state["stats"])
         tensors: dict[str, dict[str, Tensor]] = {}
         for saved in state["streams"].values():
             for kind, named in saved["tensors"].items():
@@ -563,39 +577,35 @@ class Engine:
             stream = progress.stream
             saved = state["streams"].get(stream.name, {})
             progress.plan(self._clock)
-            progress.due = saved.get("due", progress.due)
-            progress.began = saved.get("began", progress.began)
+            if strict:
+                progress.due, progress.began = saved["due"], saved["began"]
             progress.round = saved.get("round", 0)
             progress.launched_at = saved.get("launched_at", self._stats.steps)
             progress.settled_at = saved.get("settled_at", self._stats.steps)
             progress.verified = False
-            stream.locate()
             stream.load_(tensors)
             if stream.residual is not None:
                 stream.residual = stream.layout.new()
                 stream.layout.write_(stream.residual, tensors.get("residual", {}))
+        by_name = {progress.stream.name: progress for progress in self._progress}
         self._pending = [
-            self._reloaded(saved, progress)
-            for saved in state["pending"]
-            for progress in self._progress
-            if progress.stream.name == saved["stream"]
-            and progress.stream.layout.specs.keys() == saved["share"].keys()
+            self._reloaded(saved, by_name[saved["stream"]])
+            for saved in (state["pending"] if strict else ())
         ]
         self._next = self._next_event()
 
     def _reloaded(self, saved: Mapping[str, Any], progress: _Progress) -> _Pending:
-        stream, layout = progress.stream, progress.stream.layout
+        layout = progress.stream.layout
+        if layout.specs.keys() != saved["share"].keys():
+            raise ValueError(
+                f"the share under way must hold the tensors of {saved['stream']!r}, got "
+                f"{sorted(saved['share'])} with {sorted(layout.specs)}: a group came in "
+                "while it was under way. Load an earlier or a later checkpoint, or drop "
+                "the share with strict=False."
+            )
         layout.write_(shares := layout.empty(), saved["share"])
-        return _Pending(
-            progress,
-            saved["clock"],
-            saved["steps"],
-            saved["finite"],
-            saved["weight"],
-            saved["num_workers"],
-            shares,
-            *self._rooms(stream, shares, alone=False),
-        )
+        launch = {k: v for k, v in saved.items() if k not in ("stream", "share")}
+        return self._new_pending(progress, shares=shares, **launch)
 
     # ------------------------------------------------------------------ helpers
 
@@ -605,7 +615,8 @@ class Engine:
                 return progress
         names = [progress.stream.name for progress in self._progress]
         raise PeerMismatch(
-            f"workers must exchange the same streams, got one that is not in {names}."
+            f"workers must exchange the same streams, got number {number} with {names} "
+            f"on rank {self.group.rank}. Build all optimizers alike."
         )
 
     def _members(self, peers: Peers, round: int) -> tuple[int, ...]:
@@ -615,39 +626,30 @@ class Engine:
         self._exchange += 1
         return Wire(self.group, members, self._lane, self._exchange)
 
-    def _job(
-        self, stream: Stream, shares: Flats, results: Flats, lost: Flats | None
-    ) -> Job:
+    def _job(self, stream: Stream, shares: Flats, results: Flats, wire: Wire) -> Job:
         return Job(
             stream.name,
             shares.tensors,
             results.tensors,
             self._bucket_bytes,
-            codec=stream.codec,
-            lost=None if lost is None else lost.tensors,
+            # Alone nothing is sent, so nothing need be lost.
+            codec=stream.codec if wire.others else None,
             compare=stream.compares,
         )
 
-    def _header(self, progress: _Progress | None, pending: _Pending | None) -> Header:
-        """What this worker says of an exchange; of none, when it has finished."""
-        settled = sum(
-            1 << i
-            for i, other in enumerate(self._progress)
-            if other.stream.schedule.never or other.settled_at == self._stats.steps
-        )
-        if progress is None or pending is None:
-            return Header(0, 0, self._clock, settled, 0, 0.0, 0, 0)
-        stream = progress.stream
+    def _header(self, pending: _Pending) -> Header:
+        """What this worker says of its share."""
+        progress, stream = pending.progress, pending.progress.stream
         agreed = 0
         if stream.agreed is not None:
-            parts = _FINGERPRINT_PARTS if progress.verified else 1
-            chunks = stream.layout.chunks[progress.round % parts :: parts]
+            chunks = stream.layout.chunks
+            parts = min(_FINGERPRINT_PARTS, len(chunks)) if progress.verified else 1
+            chunks = chunks[progress.round % max(parts, 1) :: max(parts, 1)]
             agreed = _fingerprint([stream.agreed[chunk] for chunk in chunks])
         return Header(
             stream=_number(stream.name),
             round=progress.round,
             step=pending.clock,
-            settled=settled,
             contributes=int(pending.finite),
             weight=pending.weight,
             agreed=agreed,

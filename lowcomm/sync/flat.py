@@ -327,6 +327,19 @@ class Layout:
             for chunk in self.chunks
         )
 
+    def gather_all_(self, flats: Flats) -> Flats:
+        """Copies all tensors' values as they are now into `flats`, which is updated."""
+        self.refresh()
+        for chunk in self.chunks:
+            self.gather_(chunk, flats[chunk])
+        return flats
+
+    def scatter_all_(self, flats: Flats) -> None:
+        """Copies `flats` into all tensors, which are updated."""
+        self.refresh()
+        for chunk in self.chunks:
+            self.scatter_(chunk, flats[chunk])
+
     def read(self, flats: Flats) -> dict[str, Tensor]:
         """Copies of the buffers' values by name, each shaped like its tensor."""
         result = {}
@@ -343,6 +356,11 @@ class Layout:
         for name, spec in self.specs.items():
             if name not in tensors:
                 continue
+            if tuple(tensors[name].shape) != spec.shape:
+                raise ValueError(
+                    f"{name!r} must have the shape that it has in the model, got "
+                    f"{tuple(tensors[name].shape)} with {spec.shape}."
+                )
             tensor = self._like(spec).copy_(tensors[name])
             places = self._places.get(name, [])
             for run, (flat, start, stop) in zip(runs_of(tensor), places, strict=True):

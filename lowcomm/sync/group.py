@@ -7,6 +7,7 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -58,10 +59,15 @@ class TorchGroup(Group):
         self._is_gloo = dist.get_backend(self._group) == "gloo"
         self.device = torch.device("cpu")
         if not self._is_gloo and torch.accelerator.is_available():
-            self.device = torch.accelerator.current_accelerator() or self.device
+            # With its number: the thread that drives exchanges has a current device of
+            # its own.
+            kind = (torch.accelerator.current_accelerator() or self.device).type
+            index = torch.accelerator.current_device_index()
+            self.device = torch.device(kind, index)
         self._unposted: list[tuple[_TorchHandle, Callable[..., Any], int, int]] = []
         self._tasks: queue.SimpleQueue[_ThreadTask | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._pace = _Pace()
 
     def members(self, round: int) -> tuple[int, ...]:
         return tuple(range(self._size))
@@ -105,7 +111,7 @@ class TorchGroup(Group):
                 handle.works = works
 
     def run(self, exchange: Exchange) -> Task:
-        task = _ThreadTask(exchange)
+        task = _ThreadTask(exchange, self._pace)
         if self._thread is None:
             self._thread = threading.Thread(
                 target=_drive, args=(self._tasks,), name="lowcomm", daemon=True
@@ -151,13 +157,21 @@ class _TorchHandle:
             _open.pop(id(self), None)
 
 
+@dataclass
+class _Pace:
+    """How far a group's thread has come."""
+
+    messages: int = 0  # that have been waited for
+    peer: int | None = None  # whose message is waited for
+
+
 class _ThreadTask(Task):
-    def __init__(self, exchange: Exchange) -> None:
+    def __init__(self, exchange: Exchange, pace: _Pace) -> None:
         self._exchange: Exchange | None = exchange
+        self._pace = pace
         self._done = threading.Event()
         self._outcome: Any = None
         self._error: BaseException | None = None
-        self._peer: int | None = None
 
     def drive(self) -> None:
         exchange, self._exchange = self._exchange, None
@@ -166,8 +180,9 @@ class _ThreadTask(Task):
             with torch.no_grad():
                 while True:
                     handle = next(exchange)
-                    self._peer = handle.peer
+                    self._pace.peer = handle.peer
                     handle.wait()
+                    self._pace.messages += 1
         except StopIteration as stop:
             self._outcome = stop.value
         except BaseException as error:
@@ -175,8 +190,13 @@ class _ThreadTask(Task):
         self._done.set()
 
     def wait(self, timeout_s: float) -> Any:
-        if not self._done.wait(timeout_s):
-            raise PeerLost(no_answer(self._peer, timeout_s))
+        # A long exchange is no silence: what counts is that messages come, be it for
+        # one that is ahead in the queue.
+        before = self._pace.messages
+        while not self._done.wait(min(timeout_s, threading.TIMEOUT_MAX)):
+            if self._pace.messages == before:
+                raise PeerLost(no_answer(self._pace.peer, timeout_s))
+            before = self._pace.messages
         if self._error is not None:
             raise self._error
         return self._outcome

@@ -32,7 +32,8 @@ class Link:
     [6.2, 6.2]
 
     Args:
-        gbit_s: rate of the link in each direction, in 10^9 bits per second.
+        gbit_s: rate at which a worker sends, in 10^9 bits per second; it receives as
+            fast as others send.
         latency_s: from a message's last byte sent to its arrival, in seconds.
         step_s: seconds of an inner step, one for all workers or one for each; None for
             the time that it really takes here.
@@ -51,6 +52,11 @@ class Link:
             if not getattr(self, name) >= 0:
                 value = getattr(self, name)
                 raise ValueError(f"{name} must be at least 0, got {name}={value}.")
+        if self.jitter and self.step_s is None:
+            raise ValueError(
+                f"jitter must be 0 without step_s, got jitter={self.jitter}: the time "
+                "that really passes is not changed."
+            )
         steps = self.step_s if isinstance(self.step_s, Sequence) else [self.step_s]
         if not all(step_s is None or step_s >= 0 for step_s in steps):
             raise ValueError(f"step_s must be at least 0, got step_s={self.step_s}.")

@@ -26,14 +26,15 @@ from lowcomm.sync.codec import Codec
 from lowcomm.sync.errors import PeerMismatch
 from lowcomm.sync.seam import Exchange, Group, Handle
 
-#: Slices begin at multiples of this many values: see `flat.CHUNK_VALUES`.
+#: Slices begin at multiples of this many values: kernels give other bits for what is
+#: behind the last whole vector.
 ALIGN = 16
 
 #: Buckets on the wire at once. 4 MB buckets: the fastest setting on a slow link, within
 #: a few per cent of it on loopback.
 DEPTH = 4
 
-_HEADER = struct.Struct("<qqqqqdqq")
+_HEADER = struct.Struct("<qqqqdqq")
 
 
 class Header(NamedTuple):
@@ -43,7 +44,6 @@ class Header(NamedTuple):
         stream: which stream it exchanges, a hash of its name; 0 if it has finished.
         round: how often that stream was exchanged before.
         step: its clock, in inner steps.
-        settled: bit i is set if nothing has changed since stream i's last exchange.
         contributes: whether its share is to be counted.
         weight: of its share in the mean.
         agreed: fingerprint of the values that must be equal on all workers.
@@ -53,11 +53,15 @@ class Header(NamedTuple):
     stream: int
     round: int
     step: int
-    settled: int
     contributes: int
     weight: float
     agreed: int
     plan: int
+
+    @classmethod
+    def of_finished(cls, step: int) -> Header:
+        """Of a worker that exchanges nothing of its own any more."""
+        return cls(0, 0, step, 0, 0.0, 0, 0)
 
     @property
     def finished(self) -> bool:
@@ -65,7 +69,7 @@ class Header(NamedTuple):
         return self.stream == 0
 
     def pack(self) -> Tensor:
-        """The header as uint8, shape `(64,)`."""
+        """The header as uint8, shape `(56,)`."""
         return torch.frombuffer(bytearray(_HEADER.pack(*self)), dtype=torch.uint8)
 
     @classmethod
@@ -122,7 +126,8 @@ class Outcome(NamedTuple):
         headers: of all who took part, by rank.
         included: ranks whose shares are in the result, sorted; empty for no result.
         bytes_sent: by this worker.
-        likeness: of this worker's share to the mean; None if it was not asked for.
+        likeness: of this worker's share to the mean; None if it was not asked for, or
+            is not in the mean.
     """
 
     headers: dict[int, Header]
@@ -260,7 +265,8 @@ def _finish(
 ) -> Generator[Handle, None, Outcome]:
     included = counted(headers)
     yield from pipeline.run({rank: headers[rank].weight for rank in included})
-    return Outcome(headers, included, wire.bytes_sent, pipeline.likeness)
+    likeness = pipeline.likeness if wire.group.rank in included else None
+    return Outcome(headers, included, wire.bytes_sent, likeness)
 
 
 def broadcast_(
@@ -283,6 +289,7 @@ class _Bucket(NamedTuple):
     number: int
     shares: dict[int, Tensor]  # own, by owner of the slice
     results: dict[int, Tensor]  # by owner of the slice
+    lost: dict[int, Tensor | None]  # by owner of the slice
     codes: dict[int, Tensor]  # others' shares of the own slice, or results, by sender
     arriving: list[Handle]
     leaving: list[Handle]
@@ -294,8 +301,10 @@ class _Pipeline:
         self._me = wire.group.rank
         self._senders = senders
         self._codec = job.codec
+        self._mean_codec = job.codec and job.codec.of_mean(len(wire.members))
         self._compare = job.compare
-        align = ALIGN if job.codec is None else math.lcm(ALIGN, job.codec.block)
+        blocks = [c.block for c in (self._codec, self._mean_codec) if c is not None]
+        align = math.lcm(ALIGN, *blocks)
         num = len(wire.members)
         lost: Sequence[Tensor | None] = job.lost or [None] * len(job.shares)
         self._todo = enumerate(
@@ -345,17 +354,18 @@ class _Pipeline:
             number,
             dict(zip(members, shares, strict=True)),
             dict(zip(members, results, strict=True)),
+            dict(zip(members, lost, strict=True)),
             {},
             [],
             [],
         )
         tag = wire.tag(number, 0)
         if self._me in self._senders:
-            for peer, rest in zip(members, lost, strict=True):
-                codes = self._encode(bucket.shares[peer])
+            for peer, rest in bucket.lost.items():
+                codes = _encode(self._codec, bucket.shares[peer])
                 if rest is not None:
                     # What the others will see, and what is missing from it.
-                    self._decode_(codes, rest)
+                    _decode_(self._codec, codes, rest)
                     torch.sub(bucket.shares[peer], rest, out=rest)
                 if peer == self._me:
                     bucket.codes[peer] = codes
@@ -363,7 +373,8 @@ class _Pipeline:
                     bucket.leaving.append(wire.send(peer, codes, tag))
         for peer in self._senders:
             if peer != self._me and bucket.shares[self._me].numel():
-                bucket.codes[peer] = codes = self._room(bucket.shares[self._me])
+                codes = _room(self._codec, bucket.shares[self._me])
+                bucket.codes[peer] = codes
                 bucket.arriving.append(wire.recv(peer, codes, tag))
         return bucket
 
@@ -373,8 +384,10 @@ class _Pipeline:
         yield from bucket.arriving
         bucket.arriving.clear()
         if mine.numel() and weights:
-            size = len(mine)
-            shares = {rank: self._values(bucket.codes[rank], size) for rank in weights}
+            shares = {
+                rank: _values(self._codec, bucket.codes[rank], len(mine))
+                for rank in weights
+            }
             mean = self._room_for_mean(mine, shares)
             mean_of_([*shares.values()], [*weights.values()], out=mean)
             if self._compare:
@@ -382,7 +395,14 @@ class _Pipeline:
         else:
             mean = mine
         bucket.codes.clear()
-        codes = self._encode(mean)
+        codes = _encode(self._mean_codec, mean)
+        rest = bucket.lost[self._me]
+        if rest is not None and self._me in weights:
+            # What coding the mean loses is owed by its owner, at its weight.
+            error = torch.empty_like(rest)
+            _decode_(self._mean_codec, codes, error)
+            factor = sum(weights.values()) / weights[self._me]
+            rest.add_(mean.to(rest.dtype) - error, alpha=factor)
         tag = wire.tag(bucket.number, 1)
         for peer in wire.others:
             if codes.numel():
@@ -390,42 +410,19 @@ class _Pipeline:
             if bucket.results[peer].numel():
                 # Its owner sends only after our share has arrived there, so the memory
                 # that the share left from is free when this is written.
-                plain = self._codec is None
-                room = (
-                    bucket.results[peer] if plain else self._room(bucket.shares[peer])
-                )
+                room = bucket.results[peer]
+                if self._mean_codec is not None:
+                    room = _room(self._mean_codec, room)
                 bucket.codes[peer] = room
                 bucket.arriving.append(wire.recv(peer, room, tag))
-        self._decode_(codes, mine)
+        _decode_(self._mean_codec, codes, mine)
 
     def _collect(self, bucket: _Bucket) -> Exchange:
         """Takes the others' finished slices in."""
         yield from bucket.arriving
         for peer, codes in bucket.codes.items():
-            self._decode_(codes, bucket.results[peer])
+            _decode_(self._mean_codec, codes, bucket.results[peer])
         yield from bucket.leaving
-
-    def _encode(self, values: Tensor) -> Tensor:
-        return values if self._codec is None else self._codec.encode(values.float())
-
-    def _room(self, values: Tensor) -> Tensor:
-        """Memory for the codes of so many values."""
-        if self._codec is None:
-            return torch.empty_like(values)
-        size = self._codec.wire_bytes(len(values))
-        return torch.empty(size, dtype=torch.uint8, device=values.device)
-
-    def _values(self, codes: Tensor, size: int) -> Tensor:
-        return codes if self._codec is None else self._codec.decode(codes, size)
-
-    def _decode_(self, codes: Tensor, out: Tensor) -> None:
-        if self._codec is not None:
-            if out.dtype == torch.float32:
-                self._codec.decode(codes, len(out), out)
-            else:
-                out.copy_(self._codec.decode(codes, len(out)))
-        elif codes.data_ptr() != out.data_ptr():
-            out.copy_(codes)
 
     def _room_for_mean(self, mine: Tensor, shares: dict[int, Tensor]) -> Tensor:
         """The result's own memory, unless a share is there that is needed later."""
@@ -457,6 +454,31 @@ class _Pipeline:
                 self._parts[rank] = torch.empty_like(mine)
                 handles.append(wire.recv(rank, self._parts[rank], tag))
         return handles
+
+
+def _encode(codec: Codec | None, values: Tensor) -> Tensor:
+    return values if codec is None else codec.encode(values.float())
+
+
+def _room(codec: Codec | None, values: Tensor) -> Tensor:
+    """Memory for the codes of so many values."""
+    if codec is None:
+        return torch.empty_like(values)
+    size = codec.wire_bytes(len(values))
+    return torch.empty(size, dtype=torch.uint8, device=values.device)
+
+
+def _values(codec: Codec | None, codes: Tensor, size: int) -> Tensor:
+    return codes if codec is None else codec.decode(codes, size)
+
+
+def _decode_(codec: Codec | None, codes: Tensor, out: Tensor) -> None:
+    if codec is not None and out.dtype == torch.float32:
+        codec.decode(codes, len(out), out)
+    elif codec is not None:
+        out.copy_(codec.decode(codes, len(out)))
+    elif codes.data_ptr() != out.data_ptr():
+        out.copy_(codes)
 
 
 def mean_of_(shares: Sequence[Tensor], weights: Sequence[float], out: Tensor) -> None:

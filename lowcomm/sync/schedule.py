@@ -160,6 +160,20 @@ def staggered(period: int, count: int, overlap: int) -> list[Periodic]:
     ]
 
 
+def check_number(
+    name: str, value: object, kind: type[int] | type[float], *, least: float = 0
+) -> None:
+    """Raises in its name unless `value` is a finite number of at least `least`."""
+    numbers = (int,) if kind is int else (int, float)
+    if not isinstance(value, numbers) or isinstance(value, bool):
+        what = "a whole number" if kind is int else "a number"
+        raise TypeError(f"{name} must be {what}, got {name}={value!r}.")
+    if not (math.isfinite(value) and value >= least):
+        raise ValueError(
+            f"{name} must be a finite number of at least {least}, got {name}={value}."
+        )
+
+
 def check_period(name: str, period: object, *, least: int = 1) -> int:
     """Returns `period` if it counts inner steps, raises in its name otherwise."""
     if not isinstance(period, int) or isinstance(period, bool):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -54,8 +54,6 @@ class Stream(ABC):
     has_parameters = False
     #: whether `agreed` is what the workers agree the parameters are
     holds_global = False
-    #: whether the first worker's values are taken instead of a mean
-    takes_first = False
     #: whether shares are displacements, whose likeness to the mean says something
     compares = False
     #: what is exchanged in its place in the last round
@@ -90,10 +88,19 @@ class Stream(ABC):
             landing: the circumstances.
         """
 
-    def launched_(  # noqa: B027 - most methods wait for the result
-        self, shares: Flats, num_workers: int, *, finite: bool
-    ) -> None:
-        """Called when the shares have been taken; `shares` must be left as it is."""
+    def counts(self, rank: int, members: Sequence[int]) -> bool:
+        """Whether a worker's share is to be in the mean."""
+        del rank, members
+        return True
+
+    def launched_(self, shares: Flats, num_workers: int, *, finite: bool) -> bool:
+        """Called when the shares have been taken, which must be left as they are.
+
+        Returns:
+            Whether the stream's tensors have been replaced.
+        """
+        del shares, num_workers, finite
+        return False
 
     def locate(self) -> None:
         """Points the layout at the tensors as they are now."""
@@ -102,8 +109,11 @@ class Stream(ABC):
     def start_(self) -> None:  # noqa: B027 - most streams keep nothing
         """Takes the values before the first step as the common starting point."""
 
-    def extend_(self, tensors: Mapping[str, Tensor]) -> None:
-        """Takes in further tensors, by name."""
+    def extend_(
+        self, tensors: Mapping[str, Tensor], starts: Mapping[str, Tensor]
+    ) -> None:
+        """Takes in further tensors, by name, and their common starting values."""
+        del starts
         self.layout = self.layout.extended(tensors)
 
     def state(self) -> dict[str, dict[str, Tensor]]:
