@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -49,14 +49,19 @@ SETTINGS: dict[str, tuple[Any, dict[str, Any]]] = {
 every_setting = pytest.mark.parametrize("name", SETTINGS)
 
 SEEDS = st.integers(0, 2**32 - 1)
+
+
+def examples(number):
+    """So many seeds; a smaller one would not be a simpler one."""
+    return settings(max_examples=number, phases=[Phase.generate])
+
+
+SMALLEST = 384  # bytes of a bucket: a slice of 16 values for each of three workers
 NUM_STEPS = 16  # three rounds, and the last one of `eager` has landed
 
 
-def build(name, bucket_bytes=4 << 20):
-    """602 values: more than a codec's block, and 13 of the smallest buckets.
-
-    Such a bucket, of 384 bytes, has an aligned slice for each of three workers.
-    """
+def build(name, bucket_bytes=SMALLEST):
+    """602 values: 13 of the smallest buckets, and more than a codec's block."""
     model = nn.Sequential(nn.Linear(3, 100), nn.Tanh(), nn.Linear(100, 2)).double()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -75,28 +80,8 @@ def kept(model, opt):
     return [parameters_of(model), inner_state_of(opt), outer, counts]
 
 
-@functools.cache
-def undisturbed(name, num_workers=3, num_steps=NUM_STEPS):
-    """What every worker has after training, and after `finish`."""
-
-    def worker(rank, group):
-        model, opt = build(name)
-        train(model, opt, range(num_steps), rank)
-        trained = kept(model, opt)
-        opt.finish()
-        return trained, kept(model, opt)
-
-    return lowcomm.simulate(worker, num_workers)
-
-
-# Late and out of order
-
-
-@every_setting
-@settings(max_examples=3)
-@given(seed=SEEDS, bucket_bytes=st.sampled_from([384, 2048, 8192]))
-def test_delays_and_disorder_change_no_bit(name, seed, bucket_bytes):
-    """Reading a buffer too early, or writing one that is still being sent."""
+def whole_run(name, bucket_bytes):
+    """What a worker has after training, and after `finish`."""
 
     def worker(rank, group):
         model, opt = build(name, bucket_bytes)
@@ -105,16 +90,32 @@ def test_delays_and_disorder_change_no_bit(name, seed, bucket_bytes):
         opt.finish()
         return trained, kept(model, opt)
 
-    disturbed = lowcomm.simulate(unreliable(worker, seed=seed), 3)
-    assert same(disturbed, undisturbed(name))
+    return worker
+
+
+@functools.cache
+def undisturbed(name, bucket_bytes=SMALLEST):
+    return lowcomm.simulate(whole_run(name, bucket_bytes), 3)
+
+
+# Late and out of order
+
+
+@every_setting
+@examples(3)
+@given(seed=SEEDS, bucket_bytes=st.sampled_from([SMALLEST, 8192]))
+def test_delays_and_disorder_change_no_bit(name, seed, bucket_bytes):
+    """Reading a buffer too early, or writing one that is still being sent."""
+    worker = unreliable(whole_run(name, bucket_bytes), seed=seed)
+    expected = undisturbed(name, bucket_bytes)
+    assert same(lowcomm.simulate(worker, 3), expected)
 
 
 def mischief_among_processes(rank):
     def worker(rank, group):
         results = {}
         for name in SETTINGS:
-            method, keywords = SETTINGS[name]
-            model, opt = build(name, 384)
+            model, opt = build(name)
             train(model, opt, range(NUM_STEPS), rank)
             results[name] = kept(model, opt)
         return results
@@ -129,11 +130,11 @@ def test_delays_and_disorder_among_processes_change_no_bit():
             assert same(result, undisturbed(name)[rank][0]), name
 
 
-@settings(max_examples=5)
+@examples(5)
 @given(seed=SEEDS)
 def test_one_who_finishes_early_serves_the_others_through_disorder(seed):
     def worker(rank, group):
-        model, opt = build("streaming", 384)
+        model, opt = build("streaming")
         train(model, opt, range([3, 9, 16][rank]), rank)
         opt.finish()
         return parameters_of(model)
@@ -155,11 +156,11 @@ class Loss(NamedTuple):
     saved: list[Any]
 
 
-def until_lost(name, group=None):
+def until_lost(name):
     """Trains until a worker is lost; None if none was."""
 
     def worker(rank, group):
-        model, opt = build(name, 384)
+        model, opt = build(name)
         before = []
         opt.inner.register_step_post_hook(
             lambda *_: before.__setitem__(slice(None), kept(model, opt))
@@ -199,7 +200,7 @@ def assert_nothing_but_the_round_is_missing(losses) -> None:
 
 
 @every_setting
-@settings(max_examples=3)
+@examples(3)
 @given(seed=SEEDS, rank=st.integers(0, 2), lost_at=st.integers(3, 8))
 def test_an_exchange_that_fails_changes_nothing(name, seed, rank, lost_at):
     """Half a result, or what a backend left in its buffer, taken for a whole one."""
@@ -213,7 +214,7 @@ def test_an_exchange_that_fails_changes_nothing(name, seed, rank, lost_at):
 
 
 @every_setting
-@settings(max_examples=2)
+@examples(2)
 @given(seed=SEEDS)
 def test_what_is_saved_after_a_loss_holds_no_garbage(name, seed):
     """A share that was saved from the memory into which a result was to come."""
@@ -281,7 +282,7 @@ def test_after_a_loss_every_step_says_so_again_and_nothing_is_written(name):
     """Nor by messages that come when nobody waits for them any more."""
 
     def worker(rank, group):
-        model, opt = build(name, 384)
+        model, opt = build(name)
         messages = []
         for step in range(NUM_STEPS):
             try:
@@ -301,7 +302,7 @@ def test_after_a_loss_every_step_says_so_again_and_nothing_is_written(name):
 @pytest.mark.parametrize("seed", [1, 2])
 def test_finish_that_fails_changes_nothing(name, seed):
     def worker(rank, group):
-        model, opt = build(name, 384)
+        model, opt = build(name)
         train(model, opt, range(9), rank)
         before = kept(model, opt)
         with pytest.raises(lowcomm.PeerLost):
@@ -318,7 +319,7 @@ def test_finish_that_fails_changes_nothing(name, seed):
 @pytest.mark.parametrize("seed", [1, 2])
 def test_global_parameters_that_cannot_be_made_leave_the_local_ones(seed):
     def worker(rank, group):
-        model, opt = build("averaged states", 384)
+        model, opt = build("averaged states")
         train(model, opt, range(3), rank)
         before = kept(model, opt)
         with pytest.raises(lowcomm.PeerLost, match="was lost"):
@@ -349,7 +350,7 @@ def test_a_construction_that_fails_leaves_the_weights_alone(number):
 
 def test_the_same_seed_is_the_same_run():
     def worker(rank, group):
-        model, opt = build("streaming", 384)
+        model, opt = build("streaming")
         train(model, opt, range(7), rank)
         sent = []
         send = group._group.send

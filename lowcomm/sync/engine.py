@@ -598,10 +598,10 @@ class Engine:
         layout = progress.stream.layout
         if layout.specs.keys() != saved["share"].keys():
             raise ValueError(
-                f"the share under way must hold the tensors of {saved['stream']!r}, got "
-                f"{sorted(saved['share'])} with {sorted(layout.specs)}: a group came in "
-                "while it was under way. Load an earlier or a later checkpoint, or drop "
-                "the share with strict=False."
+                f"the share under way must hold the tensors of {saved['stream']!r}, "
+                f"got {sorted(saved['share'])} with {sorted(layout.specs)}: a group "
+                "came in meanwhile. Load an earlier or a later checkpoint, or drop the "
+                "share with strict=False."
             )
         layout.write_(shares := layout.empty(), saved["share"])
         launch = {k: v for k, v in saved.items() if k not in ("stream", "share")}
