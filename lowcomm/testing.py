@@ -513,31 +513,34 @@ class _UnreliableGroup(Group):
         self._num_exchanges += 1
         chance = random.Random(f"{self._seed} {self.rank} {self._num_exchanges}")
         ends_early = chance.random() < 0.5
-        task = self._group.run(self._disturb(exchange, chance, self._cut_off()))
+        # The same on all workers, so that each gets as far as the others.
+        num_left = random.Random(f"{self._seed} {self._num_exchanges}").randrange(8)
+        left = dict.fromkeys(self._cut_off(), num_left)
+        task = self._group.run(self._disturb(exchange, chance, left))
         if ends_early:
             with contextlib.suppress(SyncError):  # told again to whoever waits for it
                 task.wait(_EARLY_S)
         return task
 
-    def _cut_off(self) -> tuple[int, ...]:
-        """Workers whose messages do not come any more."""
+    def _cut_off(self) -> list[int]:
+        """Workers that are out of reach from here."""
         gone = sorted(rank for rank, step in self._lost.items() if step <= self._steps)
         if self.rank in gone:
             gone = [rank for rank in self._group.members(0) if rank != self.rank]
-        return tuple(gone)
+        return gone
 
     def _disturb(
-        self, exchange: Exchange, chance: random.Random, cut_off: tuple[int, ...]
+        self, exchange: Exchange, chance: random.Random, left: dict[int, int]
     ) -> Exchange:
-        num_left = chance.randrange(8)  # messages that still come
+        """Drives an exchange; of some workers only so many messages are left."""
         self._outbox, self._arriving = [], []
         while True:
             try:
                 awaited = next(exchange)
             except StopIteration as stop:
                 self._post(len(self._outbox))
-                if cut_off:
-                    raise _lost(cut_off[0]) from None
+                if left:
+                    raise _lost(min(left)) from None
                 return stop.value
             chance.shuffle(self._outbox)
             self._post(chance.randint(0, len(self._outbox)))
@@ -546,12 +549,12 @@ class _UnreliableGroup(Group):
                 early = self._arriving[: chance.randint(0, len(self._arriving))]
                 yield _Pause(awaited.peer, [handle for handle, _ in early])
                 self._post(len(self._outbox))
-            if awaited.peer in cut_off:
-                if num_left == 0:
+            if awaited.peer in left:
+                if left[awaited.peer] == 0:
                     self._abandoned += [tensor for _, tensor in self._arriving]
                     self._overwrite()
                     raise _lost(awaited.peer)
-                num_left -= 1
+                left[awaited.peer] -= 1
             yield awaited.handle if isinstance(awaited, _Parcel) else awaited
             self._arriving = [item for item in self._arriving if item[0] is not awaited]
 

@@ -12,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ from runs import Config, demo
 OUT = Path("out/demo")
 NUM_WORKERS = 2
 LOG_TAIL = 30  # lines of a log that are shown when a run fails
+TORCHRUN_REPORT = "failed (exitcode"  # begins a page that does not name the reason
 
 
 class Run(NamedTuple):
@@ -39,6 +41,11 @@ class Run(NamedTuple):
         """The pairs of two metrics, where both were taken."""
         lines = [line for line in self.metrics if line[y] is not None]
         return [line[x] for line in lines], [line[y] for line in lines]
+
+
+def show(console: Console, text: str) -> None:
+    """Prints what a run has printed, as it is."""
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def launch(method: str, console: Console) -> Run:
@@ -65,7 +72,7 @@ def launch(method: str, console: Console) -> Run:
         )
         try:
             for line in torchrun.stdout or ():
-                console.print("  " + line, end="", markup=False, highlight=False)
+                show(console, "  " + line.rstrip())
                 log.write(line)
                 log.flush()
             status = torchrun.wait()
@@ -75,11 +82,12 @@ def launch(method: str, console: Console) -> Run:
             torchrun.terminate()
             torchrun.wait()
     if status != 0:
-        tail = log_file.read_text(encoding="utf-8").splitlines()[-LOG_TAIL:]
-        console.print("\n".join(tail), markup=False, highlight=False)
+        text = log_file.read_text(encoding="utf-8")
+        workers_own, _, _ = text.partition(TORCHRUN_REPORT)
+        show(console, "\n".join(workers_own.splitlines()[-LOG_TAIL:]))
         console.print(
-            f"[red]{method} failed with exit status {status}.[/red] "
-            f"Above is the end of {log_file}."
+            f"[red]{method} failed with exit status {status}.[/red] Above are the "
+            f"workers' last lines, in {log_file} is all."
         )
         sys.exit(1)
     lines = (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
@@ -96,13 +104,13 @@ def compare(config: Config, ddp: Run, diloco: Run) -> Table:
 
     a, b = ddp.final, diloco.final
     change = b["val_loss"] / a["val_loss"] - 1
-    message = ddp.parameters * 4 * 2 * (NUM_WORKERS - 1) // NUM_WORKERS
+    # A mean of S bytes over n workers sends 2 S (n - 1) / n from each of them.
+    message = 4 * ddp.parameters * 2 * (NUM_WORKERS - 1) // NUM_WORKERS
     rounds = -(-config.num_steps // config.sync_every)
     seconds = "{:.1f} s".format
+    size = partial(decimal, precision=2)
 
-    def row(name: str, left: str, right: str) -> None:
-        table.add_row(name, left, right)
-
+    row = table.add_row
     row("tokens", f"{a['tokens']:,}", f"{b['tokens']:,}")
     row("exchanges", f"{config.num_steps:,}", f"{rounds:,}")
     row(
@@ -110,14 +118,10 @@ def compare(config: Config, ddp: Run, diloco: Run) -> Table:
         f"{a['val_loss']:.3f}",
         f"{b['val_loss']:.3f} ({change:+.1%})",
     )
-    row("bytes sent, each worker", decimal(a["bytes_sent"]), decimal(b["bytes_sent"]))
-    row(
-        "  by the formula",
-        decimal(config.num_steps * message),
-        decimal(rounds * message),
-    )
+    row("bytes sent, each worker", size(a["bytes_sent"]), size(b["bytes_sent"]))
+    row("  by the formula", size(config.num_steps * message), size(rounds * message))
     row("  fewer than DDP", "", f"{a['bytes_sent'] / b['bytes_sent']:.2f} times")
-    row("bytes of setup", "not known", decimal(b["setup_bytes"]))
+    row("bytes of setup", "not known", size(b["setup_bytes"]))
     row("waited for the network", seconds(a["exposed_s"]), seconds(b["exposed_s"]))
     row("training took", seconds(a["wall_s"]), seconds(b["wall_s"]))
     return table

@@ -208,9 +208,8 @@ def test_an_exchange_that_fails_changes_nothing(name, seed, rank, lost_at):
     losses = lowcomm.simulate(worker, 3)
     assert_nothing_but_the_round_is_missing(losses)
     for i, loss in enumerate(losses):
-        if i != rank:
-            assert f"rank {rank} was lost" in loss.message
-        assert f"rank {i} " not in loss.message
+        named = loss.message.split()[1]
+        assert named != str(i) if i == rank else named == str(rank), loss.message
 
 
 @every_setting
@@ -298,7 +297,7 @@ def test_after_a_loss_every_step_says_so_again_and_nothing_is_written(name):
         assert len(set(messages)) == 1
 
 
-@every_setting
+@pytest.mark.parametrize("name", ["blocking", "averaged states", "SlowMo", "MTDAO"])
 @pytest.mark.parametrize("seed", [1, 2])
 def test_finish_that_fails_changes_nothing(name, seed):
     def worker(rank, group):
@@ -310,10 +309,7 @@ def test_finish_that_fails_changes_nothing(name, seed):
         return same(before, kept(model, opt))
 
     worker = unreliable(worker, seed=seed, lost={1: 9})
-    # What was launched before the loss may still land.
-    launched_before = {"overlap", "eager", "streaming", "int8, error feedback, overlap"}
-    if name not in launched_before:
-        assert lowcomm.simulate(worker, 3) == [True] * 3
+    assert lowcomm.simulate(worker, 3) == [True] * 3
 
 
 @pytest.mark.parametrize("seed", [1, 2])

@@ -363,6 +363,52 @@ def test_metrics_after_the_checkpoint_are_written_again(recipe, tmp_path):
 
 
 # -------------------------------------------------------------------------------------
+# The demo's page
+
+
+def made_up_run(demo, val_loss, step_bytes, setup_bytes):
+    metrics = [
+        {
+            "step": step,
+            "tokens": step * 1000,
+            "loss": val_loss,
+            "bytes_sent": step * step_bytes,
+            "setup_bytes": setup_bytes,
+            "exposed_s": 1.25,
+            "wall_s": 2.5,
+            "val_loss": val_loss if step % 2 == 0 else None,
+        }
+        for step in range(1, 5)
+    ]
+    return demo.Run(metrics, parameters=1000)
+
+
+def test_the_demo_compares_two_runs(recipe, tmp_path):
+    # 1000 parameters are 4000 bytes, sent once by each of two workers in an exchange:
+    # 4 exchanges of DDP, 2 of DiLoCo when 4 steps make rounds of 3.
+    demo = recipe("demo")
+    config = recipe("runs").Config("demo", num_steps=4, sync_every=3)
+    ddp = made_up_run(demo, 2.0, 4000, None)
+    diloco = made_up_run(demo, 2.1, 2000, 4008)
+    assert diloco.series("tokens", "val_loss") == ([2000, 4000], [2.1, 2.1])
+
+    columns = [
+        list(column.cells) for column in demo.compare(config, ddp, diloco).columns
+    ]
+    rows = {
+        name.strip(): (left, right) for name, left, right in zip(*columns, strict=True)
+    }
+    assert rows["validation loss"] == ("2.000", "2.100 (+5.0%)")
+    assert rows["bytes sent, each worker"] == ("16.00 kB", "8.00 kB")
+    assert rows["by the formula"] == ("16.00 kB", "8.00 kB")
+    assert rows["fewer than DDP"] == ("", "2.00 times")
+    assert rows["bytes of setup"] == ("not known", "4.01 kB")
+
+    demo.plot(ddp, diloco, tmp_path / "loss.png")
+    assert (tmp_path / "loss.png").stat().st_size > 0
+
+
+# -------------------------------------------------------------------------------------
 # Whole runs
 
 

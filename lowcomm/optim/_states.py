@@ -12,13 +12,17 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 #: Where a parameter group says by how much a state decays in a step.
-_DECAYS: dict[str, tuple[str, int | None]] = {
-    "exp_avg": ("betas", 0),
-    "exp_avg_sq": ("betas", 1),
-    "momentum_buffer": ("momentum", None),
-    "square_avg": ("alpha", None),
+_DECAYS: dict[str, tuple[tuple[str, int | None], ...]] = {
+    "exp_avg": (("betas", 0),),
+    "exp_avg_sq": (("betas", 1),),
+    "momentum_buffer": (("momentum", None),),
+    "square_avg": (("alpha", None), ("rho", None)),
+    "grad_avg": (("alpha", None),),
+    "acc_delta": (("rho", None),),
 }
-_SECOND_MOMENTS = {"exp_avg_sq", "max_exp_avg_sq", "square_avg"}
+#: Sums of squares, which do not decay at all.
+_SUMS = {"sum"}
+_SECOND_MOMENTS = {"exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "sum"}
 
 
 def is_first_moment(state_name: str) -> bool:
@@ -145,14 +149,18 @@ def _example(inner: Optimizer, group: dict[str, Any], param: Tensor) -> dict[str
 
 
 def _decay(state_name: str, group: Mapping[str, Any]) -> float | None:
+    if state_name in _SUMS:
+        return 1.0
     kind, number = _several(state_name)
-    key, index = _DECAYS.get(kind, ("", None))
-    value = group.get(key)
-    if value is not None and index is not None:
-        value = value[index]
-    if value is not None and number is not None:
-        value = value[number]
-    return None if value is None else float(value)
+    for key, index in _DECAYS.get(kind, ()):
+        value = group.get(key)
+        if value is not None and index is not None:
+            value = value[index]
+        if value is not None and number is not None:
+            value = value[number]
+        if value is not None:
+            return float(value)
+    return None
 
 
 def _trial_shape(param: Tensor) -> tuple[int, ...]:

@@ -106,6 +106,7 @@ class FirstWorkers(Average):
     """Counters and the like, which the first worker's replace, bit by bit."""
 
     is_round = False
+    is_judged = False
 
     def counts(self, rank: int, members: Sequence[int]) -> bool:
         return rank == members[0]

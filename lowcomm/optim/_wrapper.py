@@ -87,6 +87,8 @@ class AbstractWrapper(Optimizer):
     #: attributes that may be set during a run, and are saved
     _adjustable: tuple[str, ...] = ()
     _swapped = False
+    #: names in each fragment, where that is settled
+    _parts: list[list[str]] | None = None
     #: the step for which the weight function was last called, and what it said
     _weighed: tuple[int, float] | None = None
 
@@ -186,7 +188,12 @@ class AbstractWrapper(Optimizer):
         )
 
     def _buffer_streams(self, schedule: Schedule) -> list[Stream]:
-        averaged = {n: b for n, b in self._buffers.items() if b.is_floating_point()}
+        # A mask of infinities is no statistic, and would keep all others out.
+        averaged = {
+            name: buffer
+            for name, buffer in self._buffers.items()
+            if buffer.is_floating_point() and bool(buffer.isfinite().all())
+        }
         taken = {n: b for n, b in self._buffers.items() if n not in averaged}
         streams: list[Stream] = []
         if averaged:
@@ -251,7 +258,10 @@ class AbstractWrapper(Optimizer):
             + (" trainable" if t.requires_grad else "")
             for name, t in tensors.items()
         ]
-        settings = self._settings() | {"bucket_bytes": self._bucket_bytes}
+        settings = self._settings() | {
+            "bucket_bytes": self._bucket_bytes,
+            "init_sync": self._init_sync,
+        }
         parts = {
             f"the tensors of {stream.name!r}": list(stream.layout.specs)
             for stream in self._engine.streams
@@ -442,6 +452,7 @@ class AbstractWrapper(Optimizer):
                 [{**g, "params": [ids[i] for i in g["params"]]} for g in mine],
             )
         if own is not None:
+            self._recut(own["sync"]["streams"])
             for name, value in own["adjusted"].items():
                 if name in self._adjustable:
                     setattr(self, name, value)
@@ -474,6 +485,21 @@ class AbstractWrapper(Optimizer):
                 f"{[len(group['params']) for group in self.param_groups]} parameters "
                 f"with {lengths} in the checkpoint."
             )
+
+    def _recut(self, saved: Mapping[str, Any]) -> None:
+        """Cuts fragments as a checkpoint has them, where a group came in later."""
+        mine = {s.name: list(s.layout.specs) for s in self._engine.streams}
+        parts = [
+            saved[s.name]["names"]
+            for s in self._engine.streams
+            if s.has_parameters and s.name in saved
+        ]
+        if all(saved[n]["names"] == names for n, names in mine.items() if n in saved):
+            return
+        if sorted(sum(parts, [])) == sorted(self._params):
+            hooks, self._parts = self._engine.hooks, parts
+            self._build()
+            self._engine.hooks.update(hooks)
 
     def _with_offsets(self) -> Iterator[tuple[Optimizer, int]]:
         """The inner optimizers, each with the number of parameters before its own."""

@@ -68,8 +68,6 @@ class DiLoCo(AbstractWrapper):
     """
 
     _adjustable = ("outer_lr",)
-    #: names in each fragment, in a copy
-    _parts: list[list[str]] | None = None
 
     def __init__(
         self,

@@ -25,6 +25,7 @@ from lowcomm.sync.mean import (
     Wire,
     broadcast_,
     check_headers,
+    cut_name,
     gather_bytes,
     handshake,
     mean_,
@@ -131,7 +132,6 @@ class Engine:
         self._heal = heal
         self._check = check
         self._lane = group.new_lane()
-        self._exchange = 0
         self._stats = Stats()
         self._unreported: list[Stats] = []
         self._lost: SyncError | None = None
@@ -217,7 +217,7 @@ class Engine:
             progress,
             clock=self._clock,
             steps=self._stats.steps,
-            finite=layout.is_finite(),
+            finite=layout.is_finite() or not stream.is_judged,
             weight=weight,
             num_workers=len(members),
             shares=shares,
@@ -269,13 +269,14 @@ class Engine:
         if pending.alone:
             return
         progress, stream = pending.progress, pending.progress.stream
-        wire = self._wire(self._members(stream.peers, progress.round))
+        header = self._header(pending)
+        wire = self._wire(self._members(stream.peers, progress.round), header)
         shares = pending.shares if pending.staged is None else pending.staged.flats
         job = self._job(stream, shares, pending.results, wire)
         if pending.lost is not None:
             job = job._replace(lost=pending.lost.tensors)
         job = job._replace(staged=pending.staged)
-        pending.task = self._run(mean_(wire, job, self._header(pending)))
+        pending.task = self._run(mean_(wire, job, header))
 
     def _resend(self) -> None:
         """Sends again what a checkpoint has brought."""
@@ -382,7 +383,7 @@ class Engine:
 
     def average(self, stream: Stream) -> Flats:
         """The workers' mean of a stream that has no schedule; nothing is applied."""
-        progress = self._find(_number(stream.name))
+        progress = self._find(cut_name(stream.name))
         stream.locate()
         pending = self._new_pending(
             progress,
@@ -418,14 +419,15 @@ class Engine:
             working = [header for header in headers.values() if not header.finished]
             if not working:
                 break
-            self._serve(wire, headers, self._find(working[0].stream))
+            self._stats.setup_bytes += wire.bytes_sent
+            self._serve(headers, self._find(working[0].stream), working[0])
         self._stats.setup_bytes += wire.bytes_sent
         # Rounds go on from the step of whoever took most.
         self._clock = max(header.step for header in headers.values())
         moved = self._moved_anywhere()
         for progress in moved:
             last = progress.stream.last
-            self._launch(progress if last is None else self._find(_number(last.name)))
+            self._launch(progress if last is None else self._find(cut_name(last.name)))
         self._land_all(self._pending, settle=True)
         for progress in moved:
             progress.settled_at = self._stats.steps
@@ -446,11 +448,12 @@ class Engine:
         ]
 
     def _serve(
-        self, wire: Wire, headers: dict[int, Header], progress: _Progress
+        self, headers: dict[int, Header], progress: _Progress, theirs: Header
     ) -> None:
         """Takes part in others' round without a share that counts."""
         stream = progress.stream
         check_headers(headers, stream.name)
+        wire = self._wire(self._members(everyone, 0), theirs)
         results = stream.layout.new(self.group.device)
         job = self._job(stream, results, results, wire)
         outcome: Outcome = self._wait(self._run(serve_(wire, job, headers)))
@@ -512,14 +515,17 @@ class Engine:
         """Gives all workers the first one's tensors, bit by bit, in place."""
         layout = Layout(tensors, widen=False)
         flats = layout.gather_all_(layout.empty(self.group.device))
-        wire = self._wire(self._members(everyone, 0))
-        exchange = broadcast_(wire, flats.tensors, self._bucket_bytes)
+        header = Header.of_setup("broadcast")
+        wire = self._wire(self._members(everyone, 0), header)
+        exchange = broadcast_(wire, flats.tensors, self._bucket_bytes, header)
         self._stats.setup_bytes += self._wait(self._run(exchange))
         layout.scatter_all_(flats)
 
     def _gather(self, mine: bytes) -> dict[int, bytes]:
-        wire = self._wire(self._members(everyone, 0))
-        replies: dict[int, bytes] = self._wait(self._run(gather_bytes(wire, mine)))
+        header = Header.of_setup("check")
+        wire = self._wire(self._members(everyone, 0), header)
+        exchange = gather_bytes(wire, mine, header)
+        replies: dict[int, bytes] = self._wait(self._run(exchange))
         self._stats.setup_bytes += wire.bytes_sent
         return replies
 
@@ -538,6 +544,7 @@ class Engine:
                     "round": progress.round,
                     "launched_at": progress.launched_at,
                     "settled_at": progress.settled_at,
+                    "names": list(progress.stream.layout.specs),
                     "tensors": _state_of(progress.stream),
                 }
                 for progress in self._progress
@@ -609,22 +616,27 @@ class Engine:
 
     # ------------------------------------------------------------------ helpers
 
-    def _find(self, number: int) -> _Progress:
+    def _find(self, name: str) -> _Progress:
         for progress in self._progress:
-            if _number(progress.stream.name) == number:
+            if cut_name(progress.stream.name) == name:
                 return progress
         names = [progress.stream.name for progress in self._progress]
         raise PeerMismatch(
-            f"workers must exchange the same streams, got number {number} with {names} "
-            f"on rank {self.group.rank}. Build all optimizers alike."
+            f"workers must exchange the same streams, got {name!r} from another with "
+            f"{names} on rank {self.group.rank}. Build all optimizers alike, and call "
+            "their methods on all workers."
         )
 
     def _members(self, peers: Peers, round: int) -> tuple[int, ...]:
         return peers(self.group.members(round), self.group.rank, round)
 
-    def _wire(self, members: Sequence[int]) -> Wire:
-        self._exchange += 1
-        return Wire(self.group, members, self._lane, self._exchange)
+    def _wire(self, members: Sequence[int], header: Header | None = None) -> Wire:
+        """Messages of an exchange; of a header alone, if none is known before."""
+        number = 0
+        if header is not None:
+            what = (header.stream, header.round, header.step, header.plan)
+            number = _number(repr(what))
+        return Wire(self.group, members, self._lane, number)
 
     def _job(self, stream: Stream, shares: Flats, results: Flats, wire: Wire) -> Job:
         return Job(
@@ -647,7 +659,7 @@ class Engine:
             chunks = chunks[progress.round % max(parts, 1) :: max(parts, 1)]
             agreed = _fingerprint([stream.agreed[chunk] for chunk in chunks])
         return Header(
-            stream=_number(stream.name),
+            stream=cut_name(stream.name),
             round=progress.round,
             step=pending.clock,
             contributes=int(pending.finite),

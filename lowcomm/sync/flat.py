@@ -215,6 +215,7 @@ class Layout:
         """Where the chunk's tensors live."""
         return self._shapes[chunk.flat][2]
 
+    @torch.inference_mode(False)  # other threads write to it
     def new(self, device: torch.device | None = None) -> Flats:
         """Flat buffers of zeros, on another device than their tensors' if given."""
         return Flats(
@@ -224,6 +225,7 @@ class Layout:
             ]
         )
 
+    @torch.inference_mode(False)  # other threads write to it
     def empty(self, device: torch.device | None = None) -> Flats:
         """Flat buffers of anything, on another device than their tensors' if given."""
         return Flats(
@@ -233,6 +235,7 @@ class Layout:
             ]
         )
 
+    @torch.inference_mode(False)  # other threads write to it
     def scratch(self) -> Flats:
         """Room for one chunk at a time."""
         return _Scratch(

@@ -56,7 +56,7 @@ class TorchGroup(Group):
                 f"{dist.get_rank()}. Build the optimizer only on the group's members."
             )
         self._size = dist.get_world_size(self._group)
-        self._is_gloo = dist.get_backend(self._group) == "gloo"
+        self._is_gloo = _has_gloo(self._group)
         self.device = torch.device("cpu")
         if not self._is_gloo and torch.accelerator.is_available():
             # With its number: the thread that drives exchanges has a current device of
@@ -103,8 +103,10 @@ class TorchGroup(Group):
         batch, self._unposted = self._unposted, []
         if batch:
             ops = [
-                dist.P2POp(op, handle.tensor, group=self._group, group_peer=peer)
-                for handle, op, peer, _ in batch
+                dist.P2POp(
+                    op, handle.tensor, group=self._group, tag=tag, group_peer=peer
+                )
+                for handle, op, peer, tag in batch
             ]
             works = dist.batch_isend_irecv(ops)
             for handle, *_ in batch:
@@ -129,6 +131,14 @@ class TorchGroup(Group):
                 "`state_dict()` instead."
             )
         return (TorchGroup, ())
+
+
+def _has_gloo(group: dist.ProcessGroup) -> bool:
+    """Whether tensors on the CPU go over gloo, be it beside another backend."""
+    try:
+        return group._get_backend(torch.device("cpu")).name() == "gloo"
+    except RuntimeError:
+        return False
 
 
 class _TorchHandle:

@@ -34,14 +34,14 @@ ALIGN = 16
 #: a few per cent of it on loopback.
 DEPTH = 4
 
-_HEADER = struct.Struct("<qqqqdqq")
+_HEADER = struct.Struct("<24sqqqdqq")
 
 
 class Header(NamedTuple):
     """What a worker says of itself before its share counts.
 
     Args:
-        stream: which stream it exchanges, a hash of its name; 0 if it has finished.
+        stream: the name of what it exchanges, cut to 24 bytes; empty if finished.
         round: how often that stream was exchanged before.
         step: its clock, in inner steps.
         contributes: whether its share is to be counted.
@@ -50,7 +50,7 @@ class Header(NamedTuple):
         plan: fingerprint of the tensors and their order.
     """
 
-    stream: int
+    stream: str
     round: int
     step: int
     contributes: int
@@ -61,21 +61,28 @@ class Header(NamedTuple):
     @classmethod
     def of_finished(cls, step: int) -> Header:
         """Of a worker that exchanges nothing of its own any more."""
-        return cls(0, 0, step, 0, 0.0, 0, 0)
+        return cls("", 0, step, 0, 0.0, 0, 0)
+
+    @classmethod
+    def of_setup(cls, what: str) -> Header:
+        """Before a check or a broadcast, so that it meets its like only."""
+        return cls(what, 0, 0, 1, 1.0, 0, 0)
 
     @property
     def finished(self) -> bool:
         """Whether the worker is in `finish` and serves the others' rounds."""
-        return self.stream == 0
+        return not self.stream
 
     def pack(self) -> Tensor:
-        """The header as uint8, shape `(56,)`."""
-        return torch.frombuffer(bytearray(_HEADER.pack(*self)), dtype=torch.uint8)
+        """The header as uint8, shape `(72,)`."""
+        packed = _HEADER.pack(self.stream.encode(), *self[1:])
+        return torch.frombuffer(bytearray(packed), dtype=torch.uint8)
 
     @classmethod
     def unpack(cls, message: Tensor) -> Header:
         """The header in a uint8 message."""
-        return cls(*_HEADER.unpack(message.cpu().numpy().tobytes()))
+        name, *numbers = _HEADER.unpack(message.cpu().numpy().tobytes())
+        return cls(name.rstrip(b"\0").decode(), *numbers)
 
 
 class Wire:
@@ -84,8 +91,8 @@ class Wire:
     Args:
         group: carries the messages.
         members: ranks that take part, sorted.
-        lane: number of the engine, so that two optimizers are never confused.
-        exchange: counts the engine's exchanges: two rounds are never paired wrongly.
+        lane: number of the engine, so that two optimizers are not confused.
+        exchange: what is exchanged, as a number: its name, round, step and tensors.
     """
 
     def __init__(
@@ -93,21 +100,31 @@ class Wire:
     ) -> None:
         self.group = group
         self.members = tuple(members)
-        self.others = tuple(rank for rank in members if rank != group.rank)
+        # In the order of sending. Each begins with its next one, so that not all
+        # send to the same worker at a time.
+        mine = self.members.index(group.rank)
+        self.others = self.members[mine + 1 :] + self.members[:mine]
         self.bytes_sent = 0
-        # 31 bits: lane 5, exchange 9, bucket 16, phase 1. Lanes count from 1 and the
-        # topmost exchange is for headers, so small tags remain for others' use.
-        self._lane = (lane % 31 + 1) << 26
-        self._exchange = self._lane | (exchange % 511) << 17
+        # 31 bits: lane 4, exchange 21, bucket 5, phase 1. A backend that gets a message
+        # of another length than it expects ends the process, so workers that are not in
+        # the same exchange must not have the same tags; their headers tell them. Lanes
+        # count from 1, so small tags remain for others' use.
+        self._lane = (lane % 15 + 1) << 27
+        self._exchange = self._lane | (exchange % ((1 << 21) - 1)) << 6
 
     @property
     def header_tag(self) -> int:
-        """One tag for all exchanges: workers in different rounds must find out."""
-        return self._lane | 511 << 17
+        """One tag for all exchanges: workers in different ones must find out."""
+        return self._lane | ((1 << 21) - 1) << 6
 
     def tag(self, bucket: int, phase: int) -> int:
         """The tag of a bucket's shares (phase 0) or finished slices (phase 1)."""
-        return self._exchange | (bucket % (1 << 16)) << 1 | phase
+        return self._exchange | (bucket % 31) << 1 | phase
+
+    @property
+    def last_tag(self) -> int:
+        """The tag of what is told after all buckets."""
+        return self._exchange | 31 << 1
 
     def send(self, peer: int, tensor: Tensor, tag: int) -> Handle:
         """Sends, and counts the bytes."""
@@ -154,17 +171,42 @@ class Likeness(NamedTuple):
         return cls(math.sqrt(share), math.sqrt(mean), dot / lengths if lengths else 0.0)
 
 
+class _Greeting(NamedTuple):
+    """Headers under way."""
+
+    messages: dict[int, Tensor]  # the others', by rank
+    arriving: list[Handle]
+    leaving: list[Handle]
+
+
+def cut_name(name: str) -> str:
+    """As much of a stream's name as a header has room for."""
+    return name.encode()[:24].decode(errors="ignore")
+
+
 def handshake(wire: Wire, mine: Header) -> Generator[Handle, None, dict[int, Header]]:
     """Exchanges headers with all members."""
+    return (yield from _headers(wire, mine, _greet(wire, mine)))
+
+
+def _greet(wire: Wire, mine: Header) -> _Greeting:
+    """Puts this worker's header on the wire, waits for none."""
     packed = mine.pack().to(wire.group.device)
-    sent = [wire.send(peer, packed, wire.header_tag) for peer in wire.others]
     messages = {peer: torch.empty_like(packed) for peer in wire.others}
-    arriving = [
-        wire.recv(peer, message, wire.header_tag) for peer, message in messages.items()
-    ]
-    yield from arriving
-    yield from sent
-    headers = {peer: Header.unpack(message) for peer, message in messages.items()}
+    return _Greeting(
+        messages,
+        [wire.recv(peer, room, wire.header_tag) for peer, room in messages.items()],
+        [wire.send(peer, packed, wire.header_tag) for peer in wire.others],
+    )
+
+
+def _headers(
+    wire: Wire, mine: Header, greeting: _Greeting
+) -> Generator[Handle, None, dict[int, Header]]:
+    """All members' headers, by rank."""
+    yield from greeting.arriving
+    yield from greeting.leaving
+    headers = {peer: Header.unpack(room) for peer, room in greeting.messages.items()}
     headers[wire.group.rank] = mine
     return dict(sorted(headers.items()))
 
@@ -245,9 +287,10 @@ def mean_(wire: Wire, job: Job, mine: Header) -> Generator[Handle, None, Outcome
     """
     if job.staged is not None:
         yield job.staged
+    greeting = _greet(wire, mine)
     pipeline = _Pipeline(wire, job, wire.members)
     pipeline.fill()  # the first shares need not wait for the headers
-    headers = yield from handshake(wire, mine)
+    headers = yield from _headers(wire, mine, greeting)
     check_headers(headers, job.name)
     return (yield from _finish(pipeline, wire, job, headers))
 
@@ -270,13 +313,14 @@ def _finish(
 
 
 def broadcast_(
-    wire: Wire, flats: Sequence[Tensor], bucket_bytes: int
+    wire: Wire, flats: Sequence[Tensor], bucket_bytes: int, mine: Header
 ) -> Generator[Handle, None, int]:
     """The first member's buffers to all, bit by bit, in place; returns bytes sent.
 
     As a mean to which one worker contributes: its uplink carries every value once,
     the others pass the slices on.
     """
+    check_headers((yield from handshake(wire, mine)), mine.stream)
     job = Job("broadcast", flats, flats, bucket_bytes)
     source = wire.members[:1]
     yield from _Pipeline(wire, job, source).run({source[0]: 1.0})
@@ -322,8 +366,13 @@ class _Pipeline:
 
     def fill(self) -> None:
         """Puts shares on the wire until as many buckets as allowed are under way."""
-        while len(self._sharing) < DEPTH and (item := next(self._todo, None)):
-            self._sharing.append(self._share(item[0], *item[1]))
+        todo = itertools.islice(self._todo, DEPTH - len(self._sharing))
+        # gloo sends what it knows to be awaited, and is told so by messages that queue
+        # behind those under way: whatever is received is said before anything is sent.
+        buckets = [self._expect(number, *slices) for number, slices in todo]
+        for bucket in buckets:
+            self._share(bucket)
+        self._sharing += buckets
 
     def run(self, weights: dict[int, float]) -> Exchange:
         """Finishes all buckets with the mean under these weights, by rank."""
@@ -345,10 +394,10 @@ class _Pipeline:
             dot, share, mean = parts.sum(0).tolist()
             self.likeness = Likeness.of(dot=dot, share=share, mean=mean)
 
-    def _share(
+    def _expect(
         self, number: int, shares: _Slices, results: _Slices, lost: _Slices
     ) -> _Bucket:
-        """Sends shares to the slices' owners, receives those of the own slice."""
+        """A bucket, with receives of the others' shares of the own slice."""
         wire, members = self._wire, self._wire.members
         bucket = _Bucket(
             number,
@@ -359,27 +408,32 @@ class _Pipeline:
             [],
             [],
         )
-        tag = wire.tag(number, 0)
-        if self._me in self._senders:
-            for peer, rest in bucket.lost.items():
-                codes = _encode(self._codec, bucket.shares[peer])
-                if rest is not None:
-                    # What the others will see, and what is missing from it.
-                    _decode_(self._codec, codes, rest)
-                    torch.sub(bucket.shares[peer], rest, out=rest)
-                if peer == self._me:
-                    bucket.codes[peer] = codes
-                elif codes.numel():
-                    bucket.leaving.append(wire.send(peer, codes, tag))
-        for peer in self._senders:
-            if peer != self._me and bucket.shares[self._me].numel():
-                codes = _room(self._codec, bucket.shares[self._me])
-                bucket.codes[peer] = codes
-                bucket.arriving.append(wire.recv(peer, codes, tag))
+        mine = bucket.shares[self._me]
+        for peer in wire.others:
+            if peer in self._senders and mine.numel():
+                bucket.codes[peer] = codes = _room(self._codec, mine)
+                bucket.arriving.append(wire.recv(peer, codes, wire.tag(number, 0)))
         return bucket
 
+    def _share(self, bucket: _Bucket) -> None:
+        """Sends shares to the slices' owners."""
+        if self._me not in self._senders:
+            return
+        wire, tag = self._wire, self._wire.tag(bucket.number, 0)
+        for peer in (*wire.others, self._me):
+            codes = _encode(self._codec, bucket.shares[peer])
+            rest = bucket.lost[peer]
+            if rest is not None:
+                # What the others will see, and what is missing from it.
+                _decode_(self._codec, codes, rest)
+                torch.sub(bucket.shares[peer], rest, out=rest)
+            if peer == self._me:
+                bucket.codes[peer] = codes
+            elif codes.numel():
+                bucket.leaving.append(wire.send(peer, codes, tag))
+
     def _reduce(self, bucket: _Bucket, weights: dict[int, float]) -> Exchange:
-        """Finishes the own slice, sends it to all, receives the others'."""
+        """Finishes the own slice, receives the others', sends it to all."""
         wire, mine = self._wire, bucket.results[self._me]
         yield from bucket.arriving
         bucket.arriving.clear()
@@ -405,8 +459,6 @@ class _Pipeline:
             rest.add_(mean.to(rest.dtype) - error, alpha=factor)
         tag = wire.tag(bucket.number, 1)
         for peer in wire.others:
-            if codes.numel():
-                bucket.leaving.append(wire.send(peer, codes, tag))
             if bucket.results[peer].numel():
                 # Its owner sends only after our share has arrived there, so the memory
                 # that the share left from is free when this is written.
@@ -415,6 +467,8 @@ class _Pipeline:
                     room = _room(self._mean_codec, room)
                 bucket.codes[peer] = room
                 bucket.arriving.append(wire.recv(peer, room, tag))
+        for peer in wire.others if codes.numel() else ():
+            bucket.leaving.append(wire.send(peer, codes, tag))
         _decode_(self._mean_codec, codes, mine)
 
     def _collect(self, bucket: _Bucket) -> Exchange:
@@ -442,7 +496,7 @@ class _Pipeline:
 
     def _tell(self) -> list[Handle]:
         """Tells each worker what this owner has measured of its share."""
-        wire, tag = self._wire, self._wire.tag(-1, 0)
+        wire, tag = self._wire, self._wire.last_tag
         handles = []
         for rank in wire.members:
             numbers = [self._dots[rank], self._squares[rank], self._mean_square]
@@ -533,8 +587,11 @@ def _slices(
 # Short byte strings, for checks
 
 
-def gather_bytes(wire: Wire, mine: bytes) -> Generator[Handle, None, dict[int, bytes]]:
+def gather_bytes(
+    wire: Wire, mine: bytes, header: Header
+) -> Generator[Handle, None, dict[int, bytes]]:
     """Every member's bytes, by rank."""
+    check_headers((yield from handshake(wire, header)), header.stream)
     device = wire.group.device
     length = torch.tensor([len(mine)], device=device)
     sent = [wire.send(peer, length, wire.tag(0, 0)) for peer in wire.others]

@@ -50,6 +50,8 @@ class Stream(ABC):
     residual: Flats | None = None
     #: False for what only accompanies a round, such as buffers
     is_round = True
+    #: whether a value that is not finite keeps a share out of the mean
+    is_judged = True
     #: whether it holds the parameters, or part of them
     has_parameters = False
     #: whether `agreed` is what the workers agree the parameters are
