@@ -593,9 +593,11 @@ def test_work_grows_as_the_number_of_tensors_does(make):
         assert many < 4.4 * few
 
 
-def live_tensors():
+def in_use():
+    """Bytes of Python's memory, and the number of tensors."""
     gc.collect()
-    return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
+    tensors = sum(issubclass(type(one), torch.Tensor) for one in gc.get_objects())
+    return tracemalloc.get_traced_memory()[0], tensors
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])
@@ -612,22 +614,18 @@ def test_nothing_grows_with_the_number_of_rounds(settings, num_workers):
         opt = lowcomm.DiLoCo(model.parameters(), lr=0.01, sync_every=2, **settings)
         for p in model.parameters():
             p.grad = torch.ones_like(p)
-
-        def run(num_steps):
+        seen = []
+        for num_steps in (100, 500):
             for _ in range(num_steps):
                 opt.step()
-
-        run(200)
-        size, tensors = tracemalloc.get_traced_memory()[0], live_tensors()
-        run(1000)
-        return tracemalloc.get_traced_memory()[0] - size, live_tensors() - tensors
+            seen.append(in_use())
+        return seen
 
     tracemalloc.start()
     try:
         results = lowcomm.simulate(worker, num_workers)
     finally:
         tracemalloc.stop()
-    # A hundred bytes for each of a thousand steps would be a hundred thousand.
-    for grown, tensors in results:
-        assert grown < 30_000
-        assert tensors <= 10
+    for (size, tensors), (later_size, later_tensors) in results:
+        assert later_size - size < 30_000  # 60 bytes for each step
+        assert later_tensors - tensors <= 10

@@ -45,6 +45,7 @@ _NOT_COPIED = (
     "_evaluation",
     "_states",
     "_params",
+    "_swapped",
     "step",  # patched by a scheduler, bound to the original
     "grad_scale",
     "found_inf",

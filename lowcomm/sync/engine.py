@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -131,7 +132,7 @@ class Engine:
         self._bucket_bytes = bucket_bytes
         self._heal = heal
         self._check = check
-        self._lane = group.new_lane()
+        self._lane: int | None = None  # taken when first used: a copy may never be
         self._stats = Stats()
         self._unreported: list[Stats] = []
         self._lost: SyncError | None = None
@@ -207,9 +208,9 @@ class Engine:
         # applying them, and taking them again while they are in the cache is faster.
         alone = len(members) == 1 and not stream.schedule.overlap_at(self._clock)
         if alone:
-            shares = layout.scratch()
+            shares, finite = layout.scratch(), layout.is_finite()
         else:
-            shares = self._shares(stream)
+            shares, finite = self._shares(stream)
         weight = 0.0
         if stream.counts(self.group.rank, members):
             weight = self._weight(self._stats.steps - progress.launched_at)
@@ -217,7 +218,7 @@ class Engine:
             progress,
             clock=self._clock,
             steps=self._stats.steps,
-            finite=layout.is_finite() or not stream.is_judged,
+            finite=finite or not stream.is_judged,
             weight=weight,
             num_workers=len(members),
             shares=shares,
@@ -230,14 +231,19 @@ class Engine:
         if replaced and not pending.finite:
             self._heal()
 
-    def _shares(self, stream: Stream) -> Flats:
-        """This worker's contribution, with what an earlier code owes."""
-        shares = stream.layout.empty()
+    def _shares(self, stream: Stream) -> tuple[Flats, bool]:
+        """This worker's contribution, with what an earlier code owes; is it finite?"""
+        shares, sums = stream.layout.empty(), []
         for chunk in stream.layout.chunks:
             stream.share_(chunk, out := shares[chunk])
             if stream.residual is not None:
                 out.add_(stream.residual[chunk])
-        return shares
+            if out.is_floating_point():
+                sums.append(out.sum())
+        # A sum hides no inf and no NaN; over finite values it may overflow.
+        if all(math.isfinite(total) for total in map(float, sums)):
+            return shares, True
+        return shares, all(bool(flat.isfinite().all()) for flat in shares.tensors)
 
     def _new_pending(
         self, progress: _Progress, *, alone: bool = False, **launch: Any
@@ -385,14 +391,15 @@ class Engine:
         """The workers' mean of a stream that has no schedule; nothing is applied."""
         progress = self._find(cut_name(stream.name))
         stream.locate()
+        shares, finite = self._shares(stream)
         pending = self._new_pending(
             progress,
             clock=self._clock,
             steps=self._stats.steps,
-            finite=stream.layout.is_finite(),
+            finite=finite,
             weight=1.0,
             num_workers=0,
-            shares=self._shares(stream),
+            shares=shares,
         )
         self._send(pending)
         assert pending.task is not None
@@ -636,6 +643,8 @@ class Engine:
         if header is not None:
             what = (header.stream, header.round, header.step, header.plan)
             number = _number(repr(what))
+        if self._lane is None:
+            self._lane = self.group.new_lane()
         return Wire(self.group, members, self._lane, number)
 
     def _job(self, stream: Stream, shares: Flats, results: Flats, wire: Wire) -> Job:

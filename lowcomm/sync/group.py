@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import itertools
+import logging
+import os
 import queue
+import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,6 +24,8 @@ from lowcomm.sync.errors import PeerLost
 from lowcomm.sync.seam import Exchange, Group, Handle, Task, current_group, no_answer
 from lowcomm.sync.turns import alone
 
+_log = logging.getLogger(__name__)
+
 _lanes: weakref.WeakKeyDictionary[Any, itertools.count[int]] = (
     weakref.WeakKeyDictionary()
 )
@@ -28,6 +35,23 @@ _lanes: weakref.WeakKeyDictionary[Any, itertools.count[int]] = (
 # the handle. So handles stay here until they are done, also after their group has
 # failed: the others must get what was sent to learn who is missing.
 _open: dict[int, _TorchHandle] = {}
+
+
+# Exchanges that have not ended. A thread that comes back from the backend while the
+# interpreter is being taken down ends the process by an abort, so it gets some time.
+_running: set[_ThreadTask] = set()
+_LAST_WAIT_S = 4.0
+
+
+@atexit.register
+def _wait_for_running() -> None:
+    deadline = time.monotonic() + _LAST_WAIT_S
+    for task in list(_running):
+        if not task.ended(max(0.0, deadline - time.monotonic())):
+            _log.error("the process ends with an exchange that others do not join")
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
 
 
 class TorchGroup(Group):
@@ -120,6 +144,7 @@ class TorchGroup(Group):
             )
             self._thread.start()
             weakref.finalize(self, self._tasks.put, None)
+        _running.add(task)
         self._tasks.put(task)
         return task
 
@@ -197,7 +222,12 @@ class _ThreadTask(Task):
             self._outcome = stop.value
         except BaseException as error:
             self._error = error
+        _running.discard(self)
         self._done.set()
+
+    def ended(self, timeout_s: float) -> bool:
+        """Whether the exchange has ended within so many seconds."""
+        return self._done.wait(timeout_s)
 
     def wait(self, timeout_s: float) -> Any:
         # A long exchange is no silence: what counts is that messages come, be it for
