@@ -87,6 +87,7 @@ def run_over_link(
                     "MASTER_PORT": "29500",
                     "GLOO_SOCKET_IFNAME": "eth0",
                     "OMP_NUM_THREADS": "1",
+                    "TORCH_CPP_LOG_LEVEL": "ERROR",  # addresses here have no names
                 }
                 processes.append(
                     subprocess.Popen(

@@ -205,3 +205,104 @@ def work(
         results.append(result)
         before = after
     return results
+
+
+# --------------------------------------------------------------------------------------
+# What is said
+
+
+def rate_for(blocking: float, step_s: float, size: int, sync_every: int) -> float:
+    """The rate in Mbit/s at which a blocking exchange leaves so much for computing."""
+    exchange_s = sync_every * step_s * (1 / blocking - 1)
+    return 8e-6 * size / (PAYLOAD * exchange_s)
+
+
+def report_way(workers: list[dict[str, Any]], link: str, mbit_s: float) -> None:
+    way, first = workers[0]["way"], workers[0]
+    alone = min(w["alone_step_s"] * w["steps"] / w["wall_s"] for w in workers)
+    more = {"alone": alone, "mbit_s": mbit_s, "steps": first["steps"]}
+    more |= {"wall_s": first["wall_s"], "megabytes": 1e-6 * first["bytes"]}
+    if way == "ddp":  # its exchange is a part of the backward pass
+        report(NAME, f"utilization_{way}_{link}", alone, "of the time", **rounded(more))
+        return
+    more |= {name: first[name] for name in ("exposed_s", "finish_s", "loss")}
+    value = min(w["compute_s"] / w["wall_s"] for w in workers)
+    figure = f"utilization_{way}_{link}"
+    report(NAME, figure, value, "of the time", **rounded(more), **bound(way, link))
+
+
+def rounded(numbers: dict[str, float]) -> dict[str, float]:
+    return {name: round(number, 4) for name, number in numbers.items()}
+
+
+def bound(way: str, link: str) -> dict[str, float]:
+    """What is claimed of a utilization: `limit` from above, `at_least` from below."""
+    if way == "diloco":
+        return {"limit": {"link_1": 0.65, "link_2": 0.50}[link]}
+    return {} if way == "local_sgd" else {"at_least": 0.95}
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--sync-every", type=int, default=20)
+    parser.add_argument("--fragments", type=int, default=4)
+    parser.add_argument(
+        "--overlap", type=int, help="steps; None: sync_every / fragments"
+    )
+    parser.add_argument(
+        "--mbit-s", type=float, nargs=2, help="the two rates; None: see above"
+    )
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_args()
+    if reason := missing():
+        skip(NAME, reason)
+        return
+    options = {
+        "sync_every": args.sync_every,
+        "fragments": args.fragments,
+        "overlap": args.overlap or args.sync_every // args.fragments,
+    }
+
+    def run(ways: list[tuple[str, int]], mbit_s: float | None) -> Any:
+        by_rank = run_over_link(work, 2, ways, options, mbit_s=mbit_s, timeout_s=600)
+        return {workers[0]["way"]: workers for workers in zip(*by_rank, strict=True)}
+
+    ddp = run([("ddp", args.steps)], None)["ddp"][0]
+    step_s = ddp["alone_step_s"]
+    report(NAME, "step", 1e3 * step_s, "ms", parameters=ddp["parameters"])
+    report(NAME, "loss_ddp", ddp["loss"], "nats a byte")
+    bytes_of, uncounted = {}, []
+    for i, link, ways in (
+        (0, "link_1", ("local_sgd", "diloco", "streaming")),
+        (1, "link_2", ("diloco", "streaming_int8", "streaming_int4")),
+    ):
+        size = 4 * ddp["parameters"]
+        mbit_s = (
+            args.mbit_s[i]
+            if args.mbit_s
+            else rate_for(BLOCKING[i], step_s, size, args.sync_every)
+        )
+        results = run([("ddp", 6), *((way, args.steps) for way in ways)], mbit_s)
+        for workers in results.values():
+            report_way(workers, link, mbit_s)
+        for way in ways:
+            first = results[way][0]
+            bytes_of[way] = first["bytes"]
+            uncounted.append(abs(first["bytes"] / first["stats_bytes"] - 1))
+            if way.startswith("streaming"):
+                loss = results["diloco"][0]["loss"]
+                more = {} if way == "streaming_int4" else {"limit": 0.01}
+                difference = abs(first["loss"] / loss - 1)
+                figure = f"loss_{way}_{link}"
+                report(NAME, figure, difference, "from diloco's", **more)
+    report(NAME, "uncounted_bytes", max(uncounted), "of opt.stats", limit=0.05)
+    ratio = bytes_of["streaming"] / bytes_of["streaming_int4"]
+    report(NAME, "int4", ratio, "times fewer bytes", at_least=8 * 0.97)
+
+
+if __name__ == "__main__":
+    main()

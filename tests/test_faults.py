@@ -4,8 +4,10 @@ Every test says in its docstring which kind of fault it would find. What codecs,
 schedules, checkpoints and the network's whims could do wrong is tested beside them.
 """
 
+import ctypes
 import functools
 import gc
+import itertools
 import math
 import random
 import re
@@ -484,6 +486,9 @@ def resident_bytes(line):
 
 def memory_of_exchanges(rank):
     """The most memory above that between exchanges, in copies; and what stays."""
+    # glibc keeps what is freed, unless it has got it from the system for itself.
+    m_mmap_threshold = -3
+    ctypes.CDLL(None).mallopt(m_mmap_threshold, 1 << 16)
     num_values = 1_500_000  # four times, 24 MB in all
     used = {}
     for name, (_, method, settings) in COPIES.items():
@@ -515,7 +520,7 @@ def test_an_exchange_needs_no_more_copies_than_documented():
     for used in run_workers(memory_of_exchanges, 2):
         for name, (peak, grown) in used.items():
             # 8 buckets of 1 % each are on the wire, and a chunk of 4 % is computed.
-            assert peak <= COPIES[name][0] + 0.3, name
+            assert peak <= COPIES[name][0] + 0.2, name
             assert grown < 0.1, name
 
 
@@ -615,8 +620,8 @@ def test_nothing_grows_with_the_number_of_rounds(settings, num_workers):
         for p in model.parameters():
             p.grad = torch.ones_like(p)
         seen = []
-        for num_steps in (100, 500):
-            for _ in range(num_steps):
+        for _ in range(4):
+            for _ in range(80):
                 opt.step()
             seen.append(in_use())
         return seen
@@ -626,6 +631,11 @@ def test_nothing_grows_with_the_number_of_rounds(settings, num_workers):
         results = lowcomm.simulate(worker, num_workers)
     finally:
         tracemalloc.stop()
-    for (size, tensors), (later_size, later_tensors) in results:
-        assert later_size - size < 30_000  # 60 bytes for each step
-        assert later_tensors - tensors <= 10
+    for seen in results:
+        grown = [
+            (later[0] - earlier[0], later[1] - earlier[1])
+            for earlier, later in itertools.pairwise(seen)
+        ]
+        # What grows with the rounds does so each time; caches fill up at some time.
+        assert min(size for size, _ in grown) < 80 * 60
+        assert min(tensors for _, tensors in grown) <= 0
