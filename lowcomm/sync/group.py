@@ -49,8 +49,9 @@ def _wait_for_running() -> None:
     for task in list(_running):
         if not task.ended(max(0.0, deadline - time.monotonic())):
             _log.error("the process ends with an exchange that others do not join")
-            sys.stdout.flush()
-            sys.stderr.flush()
+            for stream in (sys.__stdout__, sys.__stderr__):
+                if stream is not None:
+                    stream.flush()
             os._exit(1)
 
 
