@@ -246,7 +246,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--sync-every", type=int, default=20)
-    parser.add_argument("--fragments", type=int, default=4)
+    parser.add_argument("--fragments", type=int, default=10)
     parser.add_argument(
         "--overlap", type=int, help="steps; None: sync_every / fragments"
     )

@@ -124,6 +124,12 @@ def smoke() -> Config:
 
 def demo() -> Config:
     """What recipes/demo.py trains, with DDP and with DiLoCo; minutes on two cores."""
+    # Outer values of a short run, not the paper's. Validation losses with two workers:
+    #
+    #   DDP                           3.182     at a learning rate of 3e-3: 3.163
+    #   DiLoCo, H = 20, 0.7 / 0.3     3.317
+    #                   0.7 / 0.6     3.272     H = 40: 3.293
+    #                   0.7 / 0.9     3.585     the paper's
     return Config(
         "demo",
         sync_every=20,

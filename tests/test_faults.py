@@ -14,7 +14,6 @@ import re
 import subprocess
 import sys
 import textwrap
-import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -489,7 +488,7 @@ def memory_of_exchanges(rank):
     # glibc keeps what is freed, unless it has got it from the system for itself.
     m_mmap_threshold = -3
     ctypes.CDLL(None).mallopt(m_mmap_threshold, 1 << 16)
-    num_values = 1_500_000  # four times, 24 MB in all
+    num_values = 1_000_000  # four times, 16 MB in all
     used = {}
     for name, (_, method, settings) in COPIES.items():
         xs = [nn.Parameter(torch.zeros(num_values)) for _ in range(4)]
@@ -505,7 +504,7 @@ def memory_of_exchanges(rank):
         for _ in range(4):
             opt.step()
         peak = resident_bytes("VmHWM") - before
-        for _ in range(8):
+        for _ in range(4):
             opt.step()
         grown = resident_bytes("VmRSS") - before
         used[name] = peak / (16 * num_values), grown / (16 * num_values)
@@ -519,7 +518,7 @@ def test_an_exchange_needs_no_more_copies_than_documented():
     """Two or three copies of the parameters at the moment of the exchange."""
     for used in run_workers(memory_of_exchanges, 2):
         for name, (peak, grown) in used.items():
-            # 8 buckets of 1 % each are on the wire, and a chunk of 4 % is computed.
+            # 8 buckets of 1.6 % are on the wire, and a chunk of 6 % is computed.
             assert peak <= COPIES[name][0] + 0.2, name
             assert grown < 0.1, name
 
@@ -599,17 +598,19 @@ def test_work_grows_as_the_number_of_tensors_does(make):
 
 
 def in_use():
-    """Bytes of Python's memory, and the number of tensors."""
+    """Blocks of Python's memory, and tensors."""
     gc.collect()
     tensors = sum(issubclass(type(one), torch.Tensor) for one in gc.get_objects())
-    return tracemalloc.get_traced_memory()[0], tensors
+    return sys.getallocatedblocks(), tensors
 
 
-@pytest.mark.parametrize("num_workers", [1, 2])
 @pytest.mark.parametrize(
-    "settings",
-    [{"fragments": 2, "overlap": 1}, {"codec": "int8", "error_feedback": True}],
-    ids=["streaming", "int8"],
+    ("num_workers", "settings"),
+    [
+        pytest.param(1, {}, id="alone"),
+        pytest.param(2, {"fragments": 2, "overlap": 1}, id="streaming"),
+        pytest.param(2, {"codec": "int8", "error_feedback": True}, id="int8"),
+    ],
 )
 def test_nothing_grows_with_the_number_of_rounds(settings, num_workers):
     """Statistics, handles and hooks of every round kept in a list for ever."""
@@ -620,22 +621,17 @@ def test_nothing_grows_with_the_number_of_rounds(settings, num_workers):
         for p in model.parameters():
             p.grad = torch.ones_like(p)
         seen = []
-        for _ in range(4):
-            for _ in range(80):
+        for num_steps in (100, 200, 200, 200):
+            for _ in range(num_steps):
                 opt.step()
             seen.append(in_use())
         return seen
 
-    tracemalloc.start()
-    try:
-        results = lowcomm.simulate(worker, num_workers)
-    finally:
-        tracemalloc.stop()
-    for seen in results:
+    for seen in lowcomm.simulate(worker, num_workers):
         grown = [
             (later[0] - earlier[0], later[1] - earlier[1])
             for earlier, later in itertools.pairwise(seen)
         ]
-        # What grows with the rounds does so each time; caches fill up at some time.
-        assert min(size for size, _ in grown) < 80 * 60
+        # What is kept of every round grows each time; caches fill up at some time.
+        print(grown); assert min(blocks for blocks, _ in grown) < 0.5 * 200
         assert min(tensors for _, tensors in grown) <= 0

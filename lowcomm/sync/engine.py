@@ -296,13 +296,16 @@ class Engine:
             try:
                 outcome = None if pending.task is None else self._wait(pending.task)
             except SyncError:
-                if pending.lands == pending.clock:
-                    # Its share is taken anew, if the run goes on.
-                    self._pending.remove(pending)
-                    pending.progress.due, pending.progress.began = pending.clock, None
+                self._drop_unkept()
                 raise
             self._pending.remove(pending)
             self._land(pending, outcome, self.group.now() - since, settle=settle)
+
+    def _drop_unkept(self) -> None:
+        """Forgets shares that results may have overwritten; they are taken anew."""
+        for pending in [p for p in self._pending if not p.kept]:
+            self._pending.remove(pending)
+            pending.progress.due, pending.progress.began = pending.clock, None
 
     def _land(
         self,
