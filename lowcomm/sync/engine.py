@@ -317,11 +317,12 @@ class Engine:
     ) -> None:
         """Applies the result of an exchange that has ended; None if alone."""
         progress, stream = pending.progress, pending.progress.stream
-        applied, left_out = pending.finite, False
+        applied, left_out, used = pending.finite, False, True
         if outcome is not None:
             self._count(stream, outcome, exposed_s)
             applied = bool(outcome.included) and self.group.commit(progress.round)
             left_out = not pending.finite
+            used = self.group.rank in outcome.included
             _log_left_out(progress, outcome)
         elif not pending.finite:
             _log.warning(_NOT_FINITE, progress.round, stream.name, "this worker's")
@@ -336,7 +337,7 @@ class Engine:
             self._apply(stream, pending.results, landing, alone=pending.alone)
             if left_out:
                 self._heal()
-            elif pending.lost is not None and stream.residual is not None:
+            elif used and pending.lost is not None and stream.residual is not None:
                 pairs = zip(stream.residual.tensors, pending.lost.tensors, strict=True)
                 for residual, lost in pairs:
                     residual.copy_(lost)
