@@ -173,8 +173,8 @@ def main() -> None:
     console.print()
     console.print(compare(config, ddp, diloco))
     console.print(
-        f"\nDiLoCo here: H = {config.sync_every} steps between exchanges, outer "
-        f"learning rate {config.outer_lr}, outer momentum {config.outer_momentum}.\n"
+        f"\nDiLoCo here: H = {config.sync_every} steps, outer learning rate "
+        f"{config.outer_lr}, outer momentum {config.outer_momentum}.\n"
         "The paper: 500, 0.7 and 0.9, for 128 exchanges after 24,000 ordinary steps.\n"
         "In the long run a momentum of 0.9 makes ten of one step. From random weights\n"
         "the direction still turns, and that overshoots: recipes/runs.py has losses.\n"
