@@ -179,7 +179,7 @@ class Anchored(Stream):
             own = self.layout.gather_(chunk, torch.empty_like(anchor))
             self.layout.scatter_(chunk, own.sub_(before).add_(anchor))
         elif landing.settle or self._local_mix == 0:
-            self.layout.scatter_(chunk, anchor)
+            self.layout.scatter_kept_(chunk, self.anchor)
         else:
             own = self.layout.gather_(chunk, torch.empty_like(anchor))
             self.layout.scatter_(chunk, torch.lerp(anchor, own, self._local_mix))

@@ -164,6 +164,7 @@ class AbstractWrapper(Optimizer):
         """Makes the engine for the inner optimizer's parameters as they are now."""
         self._states = States(self._inners)
         self._params = {n: p for n, p in self._named().items() if p.requires_grad}
+        self._flags = self._trainable()
         if not self._params:
             raise ValueError(
                 "params must contain a parameter that requires grad, got "
@@ -203,8 +204,14 @@ class AbstractWrapper(Optimizer):
             streams.append(FirstWorkers("integer buffers", Layout(taken), schedule))
         return streams
 
+    def _trainable(self) -> list[bool]:
+        """Whether each parameter requires grad, in the order of the groups."""
+        return [p.requires_grad for g in self.param_groups for p in g["params"]]
+
     def _check_trainable(self) -> None:
         """Raises if a parameter was frozen or unfrozen since it got its place."""
+        if self._flags == self._trainable():
+            return
         for name, param in self._named().items():
             if param.requires_grad != (name in self._params):
                 raise ValueError(
@@ -393,6 +400,7 @@ class AbstractWrapper(Optimizer):
             self._engine.broadcast(added)
         trainable = {n: p for n, p in added.items() if p.requires_grad}
         self._params |= trainable
+        self._flags = self._trainable()
         states = self._states.names(trainable) if self._state_streams() else {}
         for stream in self._state_streams():
             self._engine.extend(stream, states.get(stream.state_name, {}))

@@ -349,7 +349,8 @@ class Engine:
     def _apply(
         self, stream: Stream, results: Flats, landing: Landing, *, alone: bool = False
     ) -> None:
-        stream.locate()
+        if not alone:  # then it has been located just now
+            stream.locate()
         for chunk in stream.layout.chunks:
             result = results[chunk]
             if alone:

@@ -149,6 +149,7 @@ class Flats:
     def __init__(self, tensors: list[Tensor]) -> None:
         self.tensors = tensors
         self._views: dict[int, Tensor] = {}
+        self._pieces: dict[int, Sequence[Tensor]] = {}
 
     def __getitem__(self, chunk: Chunk) -> Tensor:
         # A slice costs as much as copying four thousand values.
@@ -156,6 +157,14 @@ class Flats:
         if view is None:
             view = self._views[chunk.number] = self._slice(chunk)
         return view
+
+    def pieces(self, chunk: Chunk, sizes: list[int]) -> Sequence[Tensor]:
+        """A chunk in pieces, made once: for buffers that are kept."""
+        pieces = self._pieces.get(chunk.number)
+        if pieces is None:
+            pieces = torch.split_with_sizes(self[chunk], sizes)
+            self._pieces[chunk.number] = pieces
+        return pieces
 
     def _slice(self, chunk: Chunk) -> Tensor:
         return self.tensors[chunk.flat][chunk.start : chunk.stop]
@@ -205,6 +214,15 @@ class Layout:
             [stop - start for _, start, stop in chunk.pieces] for chunk in self.chunks
         ]
         self._views: list[list[Tensor]] = []
+
+    def scatter_kept_(self, chunk: Chunk, flats: Flats) -> None:
+        """As `scatter_` of `flats[chunk]`, of buffers that are kept."""
+        views = self._views[chunk.number]
+        if len(views) == 1 or flats[chunk].device != views[0].device:
+            self.scatter_(chunk, flats[chunk])
+        else:
+            pieces = flats.pieces(chunk, self._sizes[chunk.number])
+            torch._foreach_copy_(views, list(pieces))
 
     @property
     def num_bytes(self) -> int:
