@@ -107,8 +107,8 @@ def run_over_link(
 
 def _await(processes: list[subprocess.Popen[str]], deadline: float) -> None:
     while any(codes := [process.poll() for process in processes]) or None in codes:
-        if failed := [rank for rank, code in enumerate(codes) if code]:
-            raise RuntimeError(f"the workers of ranks {failed} failed")
+        if failed := {rank: code for rank, code in enumerate(codes) if code}:
+            raise RuntimeError(f"workers failed, with exit codes by rank: {failed}")
         if time.monotonic() > deadline:
             raise RuntimeError("the workers were not done in time")
         time.sleep(0.05)
