@@ -247,9 +247,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--sync-every", type=int, default=20)
     parser.add_argument("--fragments", type=int, default=10)
-    parser.add_argument(
-        "--overlap", type=int, help="steps; None: sync_every / fragments"
-    )
+    parser.add_argument("--overlap", type=int, default=3)
     parser.add_argument(
         "--mbit-s", type=float, nargs=2, help="the two rates; None: see above"
     )
@@ -264,7 +262,7 @@ def main() -> None:
     options = {
         "sync_every": args.sync_every,
         "fragments": args.fragments,
-        "overlap": args.overlap or args.sync_every // args.fragments,
+        "overlap": args.overlap,
     }
 
     def run(ways: list[tuple[str, int]], mbit_s: float | None) -> Any:
