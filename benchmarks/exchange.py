@@ -12,6 +12,7 @@
 
 import contextlib
 import importlib.util
+import math
 import os
 import statistics
 import time
@@ -132,7 +133,7 @@ def report_means_on_link(workers: int) -> None:
 
 
 def time_launch(rank: int, repeats: int) -> dict[str, list[float]]:
-    """Seconds of a step that launches, and of the pack alone: taking the share."""
+    """Seconds of a step that launches, and of taking and judging the share alone."""
     params = params_of(100, 250_000)
     opt = lowcomm.DiLoCo(Nothing(params), sync_every=2, overlap=1)
     layout = Layout({str(i): param for i, param in enumerate(params)})
@@ -144,8 +145,11 @@ def time_launch(rank: int, repeats: int) -> dict[str, list[float]]:
 
     def pack() -> None:
         packed.append(shares := layout.empty())
+        sums = []
         for chunk in layout.chunks:
-            layout.subtract_from_(chunk, anchor[chunk], shares[chunk])
+            layout.subtract_from_(chunk, anchor[chunk], share := shares[chunk])
+            sums.append(share.sum())
+        assert all(map(math.isfinite, map(float, sums)))
 
     calls = {"pack": pack, "launch": opt.step}
     times: dict[str, list[float]] = {name: [] for name in calls}
@@ -161,7 +165,7 @@ def time_launch(rank: int, repeats: int) -> dict[str, list[float]]:
 
 
 def report_launch() -> None:
-    times = run_workers(time_launch, 2, 15, timeout_s=120)[0]
+    times = run_workers(time_launch, 2, 31, timeout_s=120)[0]
     launch, pack = (1e3 * statistics.median(times[name]) for name in ("launch", "pack"))
     rest = 1e3 * statistics.median(
         a - b for a, b in zip(times["launch"], times["pack"], strict=True)

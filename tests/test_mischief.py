@@ -126,7 +126,9 @@ def mischief_among_processes(rank):
 
 @pytest.mark.workers
 def test_delays_and_disorder_among_processes_change_no_bit():
-    for rank, results in enumerate(run_workers(mischief_among_processes, 3)):
+    for rank, results in enumerate(
+        run_workers(mischief_among_processes, 3, timeout_s=110)
+    ):
         for name, result in results.items():
             assert same(result, undisturbed(name)[rank][0]), name
 
