@@ -361,6 +361,7 @@ class _Pipeline:
         self._dots = dict.fromkeys(wire.members, 0.0)
         self._squares = dict.fromkeys(wire.members, 0.0)
         self._mean_square = 0.0
+        self._spare: dict[tuple[torch.dtype, int], list[Tensor]] = {}
         self._parts: dict[int, Tensor] = {}
         self.likeness: Likeness | None = None
 
@@ -411,7 +412,7 @@ class _Pipeline:
         mine = bucket.shares[self._me]
         for peer in wire.others:
             if peer in self._senders and mine.numel():
-                bucket.codes[peer] = codes = _room(self._codec, mine)
+                bucket.codes[peer] = codes = self._room(self._codec, mine)
                 bucket.arriving.append(wire.recv(peer, codes, wire.tag(number, 0)))
         return bucket
 
@@ -448,7 +449,7 @@ class _Pipeline:
                 self._measure(shares, mean)
         else:
             mean = mine
-        bucket.codes.clear()
+        self._give_back(bucket)
         codes = _encode(self._mean_codec, mean)
         rest = bucket.lost[self._me]
         if rest is not None and self._me in weights:
@@ -464,7 +465,7 @@ class _Pipeline:
                 # that the share left from is free when this is written.
                 room = bucket.results[peer]
                 if self._mean_codec is not None:
-                    room = _room(self._mean_codec, room)
+                    room = self._room(self._mean_codec, room)
                 bucket.codes[peer] = room
                 bucket.arriving.append(wire.recv(peer, room, tag))
         for peer in wire.others if codes.numel() else ():
@@ -476,7 +477,25 @@ class _Pipeline:
         yield from bucket.arriving
         for peer, codes in bucket.codes.items():
             _decode_(self._mean_codec, codes, bucket.results[peer])
+        if self._mean_codec is not None:
+            self._give_back(bucket)
         yield from bucket.leaving
+
+    def _room(self, codec: Codec | None, values: Tensor) -> Tensor:
+        """Memory for the codes of so many values, used before if possible."""
+        # Memory that is new to the process costs more than what comes into it.
+        size = len(values) if codec is None else codec.wire_bytes(len(values))
+        dtype = values.dtype if codec is None else torch.uint8
+        if spare := self._spare.get((dtype, size)):
+            return spare.pop()
+        return torch.empty(size, dtype=dtype, device=values.device)
+
+    def _give_back(self, bucket: _Bucket) -> None:
+        """Takes memory back that others' messages came into."""
+        for peer, codes in bucket.codes.items():
+            if peer != self._me:
+                self._spare.setdefault((codes.dtype, len(codes)), []).append(codes)
+        bucket.codes.clear()
 
     def _room_for_mean(self, mine: Tensor, shares: dict[int, Tensor]) -> Tensor:
         """The result's own memory, unless a share is there that is needed later."""
@@ -512,14 +531,6 @@ class _Pipeline:
 
 def _encode(codec: Codec | None, values: Tensor) -> Tensor:
     return values if codec is None else codec.encode(values.float())
-
-
-def _room(codec: Codec | None, values: Tensor) -> Tensor:
-    """Memory for the codes of so many values."""
-    if codec is None:
-        return torch.empty_like(values)
-    size = codec.wire_bytes(len(values))
-    return torch.empty(size, dtype=torch.uint8, device=values.device)
 
 
 def _values(codec: Codec | None, codes: Tensor, size: int) -> Tensor:
