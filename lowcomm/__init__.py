@@ -9,6 +9,7 @@ from lowcomm.optim.desloc import DESLOC, half_life
 from lowcomm.optim.diloco import DiLoCo
 from lowcomm.optim.local_sgd import LocalSGD
 from lowcomm.optim.mtdao import MTDAO
+from lowcomm.optim.noloco import NoLoCo
 from lowcomm.optim.qh_adamw import QHAdamW
 from lowcomm.optim.slowmo import SlowMo
 from lowcomm.simulate import simulate
@@ -23,6 +24,7 @@ __all__ = [
     "Link",
     "LocalSGD",
     "MTDAO",
+    "NoLoCo",
     "PeerLost",
     "PeerMismatch",
     "QHAdamW",

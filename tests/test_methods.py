@@ -293,6 +293,8 @@ METHODS = {
     "DESLOC": lambda p, **k: lowcomm.DESLOC(p, sync_every=3, **k),
     "DESLOC-outer": lambda p, **k: lowcomm.DESLOC(p, sync_every=3, outer_lr=0.7, **k),
     "MTDAO": lambda p, **k: lowcomm.MTDAO(p, sync_every=4, **k),
+    "NoLoCo": lambda p, **k: lowcomm.NoLoCo(p, sync_every=4, **k),
+    "NoLoCo-gamma": lambda p, **k: lowcomm.NoLoCo(p, sync_every=4, gamma=0.4, **k),
 }
 SETTINGS = {
     "plain": {},

@@ -47,6 +47,11 @@ SETTINGS: dict[str, tuple[Any, dict[str, Any]]] = {
     "DESLOC": (lowcomm.DESLOC, {"sync_every": 2, "overlap": 1}),
     "MTDAO": (lowcomm.MTDAO, {}),
 }
+# Whose rounds go on when a worker is lost.
+IN_PAIRS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "NoLoCo": (lowcomm.NoLoCo, {}),
+    "NoLoCo, two tensors, overlap": (lowcomm.NoLoCo, {"gamma": 0.3, "overlap": 2}),
+}
 every_setting = pytest.mark.parametrize("name", SETTINGS)
 
 SEEDS = st.integers(0, 2**32 - 1)
@@ -68,7 +73,7 @@ def build(name, bucket_bytes=SMALLEST):
     with torch.no_grad():
         for p in model.parameters():
             p.copy_(0.3 * torch.randn(p.shape, generator=generator))
-    method, keywords = SETTINGS[name]
+    method, keywords = (SETTINGS | IN_PAIRS)[name]
     keywords = {"sync_every": 5, "bucket_bytes": bucket_bytes} | keywords
     return model, method(model.named_parameters(), lr=0.01, **keywords)
 
@@ -102,7 +107,7 @@ def undisturbed(name, bucket_bytes=SMALLEST):
 # Late and out of order
 
 
-@every_setting
+@pytest.mark.parametrize("name", SETTINGS | IN_PAIRS)
 @examples(3)
 @given(seed=SEEDS, bucket_bytes=st.sampled_from([SMALLEST, 8192]))
 def test_delays_and_disorder_change_no_bit(name, seed, bucket_bytes):
@@ -147,6 +152,21 @@ def test_one_who_finishes_early_serves_the_others_through_disorder(seed):
 
 
 # Cut off
+
+
+@pytest.mark.parametrize("name", IN_PAIRS)
+@examples(5)
+@given(seed=SEEDS, rank=st.integers(0, 2), lost_at=st.integers(3, 12))
+def test_pairs_do_without_who_is_cut_off(name, seed, rank, lost_at):
+    def worker(me, group):
+        model, opt = build(name)
+        train(model, opt, range(NUM_STEPS), me)
+        return kept(model, opt)
+
+    disturbed = unreliable(worker, seed=seed, lost={rank: lost_at})
+    for result in lowcomm.simulate(disturbed, 3):
+        assert result[3] == undisturbed(name)[0][0][3]  # steps, rounds, skipped ones
+        assert all(t.isfinite().all() for t in tensors_of(result))
 
 
 class Loss(NamedTuple):

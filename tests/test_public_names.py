@@ -15,6 +15,7 @@ NAMES = [
     "Link",
     "LocalSGD",
     "MTDAO",
+    "NoLoCo",
     "PeerLost",
     "PeerMismatch",
     "QHAdamW",

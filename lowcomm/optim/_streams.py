@@ -12,6 +12,7 @@ from lowcomm.optim._outer import plain_
 from lowcomm.optim._states import States, is_second_moment
 from lowcomm.sync.codec import Codec
 from lowcomm.sync.flat import Chunk, Flats, Layout
+from lowcomm.sync.peers import Peers, everyone
 from lowcomm.sync.schedule import Periodic, Schedule
 from lowcomm.sync.stream import Landing, Stream
 
@@ -258,14 +259,40 @@ def parameter_mean(
     schedule: Schedule,
     codec: Codec | None,
     device: torch.device | None,
+    *,
+    peers: Peers = everyone,
 ) -> Stream:
     """The stream that replaces parameters by their mean; with a codec, by an anchor."""
     if codec is None:
-        return AverageParameters("parameters", layout, schedule)
+        return AverageParameters("parameters", layout, schedule, peers=peers)
     return AnchoredAverage("parameters", layout, schedule, device=device, codec=codec)
 
 
-class Eager(Anchored):
+class OwnAnchored(Anchored):
+    """Anchors that differ from worker to worker, until the last round's plain mean."""
+
+    holds_global = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.last = self._mean = _LastMean(self)
+
+    def restart_(self, chunk: Chunk, mean: Tensor) -> None:
+        """Takes the workers' mean as the common starting point."""
+        self.anchor[chunk].copy_(mean)
+
+    def extend_(
+        self, tensors: Mapping[str, Tensor], starts: Mapping[str, Tensor]
+    ) -> None:
+        super().extend_(tensors, starts)
+        self._mean.layout = self.layout
+
+    def _make_(self) -> None:
+        super()._make_()
+        self.agreed = None
+
+
+class Eager(OwnAnchored):
     r"""An anchor of one's own, moved by the own share now and the others' last ones.
 
     .. math::
@@ -279,15 +306,12 @@ class Eager(Anchored):
     Keeps one copy more, of what the others' last shares add.
     """
 
-    holds_global = False
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._mean = self.last = _LastMean(self)
+    def restart_(self, chunk: Chunk, mean: Tensor) -> None:
+        super().restart_(chunk, mean)
+        self.correction[chunk].zero_()
 
     def _make_(self) -> None:
         super()._make_()
-        self.agreed = None
         self.correction = self.layout.new(self._device)
 
     def apply_(self, chunk: Chunk, result: Tensor, landing: Landing) -> None:
@@ -307,12 +331,6 @@ class Eager(Anchored):
             self.layout.scatter_(chunk, self.anchor[chunk])
         return True
 
-    def extend_(
-        self, tensors: Mapping[str, Tensor], starts: Mapping[str, Tensor]
-    ) -> None:
-        super().extend_(tensors, starts)
-        self._mean.layout = self.layout
-
     def _kept(self) -> dict[str, Flats]:
         return super()._kept() | {"correction": self.correction}
 
@@ -320,11 +338,10 @@ class Eager(Anchored):
 class _LastMean(Average):
     """The mean of the parameters, from which anchors of one's own start anew."""
 
-    def __init__(self, eager: Eager) -> None:
-        super().__init__(f"last {eager.name}", eager.layout, Periodic(0))
-        self._eager = eager
+    def __init__(self, anchored: OwnAnchored) -> None:
+        super().__init__(f"last {anchored.name}", anchored.layout, Periodic(0))
+        self._anchored = anchored
 
     def apply_(self, chunk: Chunk, result: Tensor, landing: Landing) -> None:
         super().apply_(chunk, result, landing)
-        self._eager.anchor[chunk].copy_(result)
-        self._eager.correction[chunk].zero_()
+        self._anchored.restart_(chunk, result)

@@ -27,7 +27,6 @@ from lowcomm.sync.flat import Layout, check_device
 from lowcomm.sync.group import resolve_group
 from lowcomm.sync.schedule import (
     Periodic,
-    Schedule,
     check_number,
     check_overlap,
     check_period,
@@ -110,9 +109,7 @@ class AbstractWrapper(Optimizer):
         **inner: Any,
     ) -> None:
         check_number("bucket_bytes", bucket_bytes, int, least=1)
-        check_number("timeout_s", timeout_s, float)
-        if not timeout_s > 0:
-            raise ValueError(f"timeout_s must be positive, got {timeout_s=}.")
+        _check_timeout(timeout_s)
         if not (callable(weight) or weight in ("equal", "steps")):
             raise ValueError(
                 f"weight must be 'equal', 'steps' or a function, got {weight=}."
@@ -177,7 +174,7 @@ class AbstractWrapper(Optimizer):
                 stream.residual = stream.layout.new()
         streams += [stream.last for stream in streams if stream.last is not None]
         if self._buffers:
-            streams += self._buffer_streams(streams[0].schedule)
+            streams += self._buffer_streams(streams[0])
         self._evaluation = Average("evaluation", Layout(self._params), Periodic(0))
         self._engine = Engine(
             [*streams, self._evaluation],
@@ -189,7 +186,7 @@ class AbstractWrapper(Optimizer):
             check=self._check_trainable,
         )
 
-    def _buffer_streams(self, schedule: Schedule) -> list[Stream]:
+    def _buffer_streams(self, like: Stream) -> list[Stream]:
         # A mask of infinities is no statistic, and would keep all others out.
         averaged = {
             name: buffer
@@ -197,12 +194,21 @@ class AbstractWrapper(Optimizer):
             if buffer.is_floating_point() and bool(buffer.isfinite().all())
         }
         taken = {n: b for n, b in self._buffers.items() if n not in averaged}
-        streams: list[Stream] = []
-        if averaged:
-            streams.append(Accompanying("buffers", Layout(averaged), schedule))
-        if taken:
-            streams.append(FirstWorkers("integer buffers", Layout(taken), schedule))
-        return streams
+        kinds = (
+            (Accompanying, "buffers", averaged),
+            (FirstWorkers, "integer buffers", taken),
+        )
+        return [
+            kind(
+                name,
+                Layout(buffers),
+                like.schedule,
+                peers=like.peers,
+                goes_alone=like.goes_alone,
+            )
+            for kind, name, buffers in kinds
+            if buffers
+        ]
 
     def _trainable(self) -> list[bool]:
         """Whether each parameter requires grad, in the order of the groups."""
@@ -548,15 +554,21 @@ class AbstractWrapper(Optimizer):
         self._engine.hooks[handle.id] = hook
         return handle
 
-    def finish(self) -> None:
+    def finish(self, *, timeout_s: float | None = None) -> None:
         """Ends in step with the others: all workers then hold equal parameters.
 
         Waits for what is in flight, then exchanges once more what has changed since its
         last exchange. A worker that comes early serves the others' rounds until all are
         there. A second call does nothing; training may go on.
+
+        Args:
+            timeout_s: bound of each wait in here, in seconds, for workers that come at
+                different times; None for that of the optimizer.
         """
         self._refuse_when_swapped("finish")
-        self._engine.finish()
+        if timeout_s is not None:
+            _check_timeout(timeout_s)
+        self._engine.finish(timeout_s)
 
     @contextmanager
     def global_parameters(self) -> Iterator[None]:
@@ -589,6 +601,12 @@ class AbstractWrapper(Optimizer):
                 f"{what} must be called with the local parameters in the model, got a "
                 "call inside `global_parameters()`. Leave it first."
             )
+
+
+def _check_timeout(timeout_s: float) -> None:
+    check_number("timeout_s", timeout_s, float)
+    if not timeout_s > 0:
+        raise ValueError(f"timeout_s must be positive, got {timeout_s=}.")
 
 
 def _named_buffers(

@@ -6,6 +6,7 @@ https://arxiv.org/abs/1805.09767
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -13,10 +14,14 @@ from torch import Tensor
 from lowcomm.optim._states import States
 from lowcomm.optim._streams import AverageState, parameter_mean
 from lowcomm.optim._wrapper import AbstractWrapper
+from lowcomm.sync.errors import PeerMismatch
 from lowcomm.sync.flat import Layout
+from lowcomm.sync.group import ranks_of
+from lowcomm.sync.peers import Peers, Sites, everyone
 from lowcomm.sync.schedule import (
     QSR,
     ByLearningRate,
+    Nested,
     Periodic,
     Schedule,
     check_period,
@@ -48,6 +53,10 @@ class LocalSGD(AbstractWrapper):
             grow as the learning rate falls.
         average_states: whether the inner optimizer's state tensors are averaged too.
         warmup_steps: so many rounds of one step come first (post-local SGD).
+        levels: shorter periods for parts of the workers, as in `[(site, 2)]`: pairs of
+            this worker's site, as ranks or a process group, and its period. Of the
+            periods that are due, the longest wins. For sites with a fast network
+            inside and a slow one in between; without a codec.
         common: `group`, `overlap`, `codec`, `weight` and others of `AbstractWrapper`,
             and keywords of AdamW.
 
@@ -63,6 +72,7 @@ class LocalSGD(AbstractWrapper):
         sync_every: int | QSR,
         average_states: bool = False,
         warmup_steps: int = 0,
+        levels: Sequence[tuple[Any, int]] | None = None,
         **common: Any,
     ) -> None:
         if isinstance(sync_every, QSR) and warmup_steps:
@@ -82,7 +92,43 @@ class LocalSGD(AbstractWrapper):
                 f"{common['anchor_device']!r}: there is no anchor."
             )
         self.average_states = average_states
+        self.levels = self._check_levels(levels or (), common.get("codec"))
         super().__init__(params, **common)
+        if self.levels:
+            self._check_sites(self._engine.gather([site for site, _ in self.levels]))
+
+    def _check_levels(
+        self, levels: Sequence[tuple[Any, int]], codec: Any
+    ) -> list[tuple[Any, int]]:
+        """Returns the levels in order of their periods."""
+        if not levels:
+            return []
+        if isinstance(self.sync_every, QSR) or codec is not None:
+            raise ValueError(
+                f"levels must be None beside a QSR or a codec, got {levels=}: a code "
+                "is of the displacement from what all agree on, and sites do not."
+            )
+        periods = [check_period("levels", period) for _, period in levels]
+        if len({*periods, self.sync_every}) <= len(periods) or (
+            max(periods) > self.sync_every
+        ):
+            raise ValueError(
+                "levels must have different periods shorter than that of all workers, "
+                f"got {periods} with sync_every={self.sync_every}."
+            )
+        return sorted(((site, period) for site, period in levels), key=lambda x: x[1])
+
+    def _check_sites(self, sites: dict[int, list[list[int]]]) -> None:
+        """Raises on all workers unless those of a site say the same of it."""
+        for rank, mine in sites.items():
+            for level, site in enumerate(mine):
+                for other in (*site, rank):
+                    if rank not in site or sites[other][level] != site:
+                        raise PeerMismatch(
+                            f"levels must divide the workers into sites, got {site} on "
+                            f"rank {rank} and {sites[other][level]} on rank {other} "
+                            f"for the period {self.levels[level][1]}."
+                        )
 
     def _config(self) -> dict[str, Any]:
         rule = self.sync_every
@@ -90,6 +136,7 @@ class LocalSGD(AbstractWrapper):
             "sync_every": repr(rule) if isinstance(rule, QSR) else rule,
             "average_states": self.average_states,
             "warmup_steps": self.warmup_steps,
+            "levels": [period for _, period in self.levels],
         }
 
     def _lr(self) -> float:
@@ -97,17 +144,29 @@ class LocalSGD(AbstractWrapper):
 
     def _streams(self, params: dict[str, Tensor], states: States) -> list[Stream]:
         schedule: Schedule
+        peers: Peers = everyone
         if isinstance(self.sync_every, QSR):
             schedule = ByLearningRate(self.sync_every, self._lr, self._overlap)
+        elif self.levels:
+            # As ranks, which can be copied and compared.
+            self.levels = [(ranks_of(s, self._group), p) for s, p in self.levels]
+            sites, periods = zip(*self.levels, strict=True)
+            schedule = Nested(
+                (*periods, self.sync_every), self._overlap, self.warmup_steps
+            )
+            peers = Sites(sites, schedule.level)
         else:
             schedule = Periodic(
                 self.sync_every, overlap=self._overlap, warmup=self.warmup_steps
             )
         device, codec = self._anchor_device, self._codec
-        streams = [parameter_mean(Layout(params), schedule, codec, device)]
+        layout = Layout(params)
+        streams = [parameter_mean(layout, schedule, codec, device, peers=peers)]
         if self.average_states:
             streams += [
-                AverageState(name, states, params, Layout(examples), schedule)
+                AverageState(
+                    name, states, params, Layout(examples), schedule, peers=peers
+                )
                 for name, examples in states.names(params).items()
             ]
         return streams

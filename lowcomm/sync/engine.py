@@ -9,7 +9,7 @@ import hashlib
 import json
 import logging
 import math
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,13 +17,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowcomm.sync.errors import PeerMismatch, SyncError
+from lowcomm.sync.errors import PeerLost, PeerMismatch, SyncError
 from lowcomm.sync.flat import Flats, Layout, number_of
 from lowcomm.sync.mean import (
+    HEADER_BYTES,
+    Greeting,
     Header,
     Job,
     Outcome,
     Wire,
+    announce,
+    await_finished,
     broadcast_,
     check_headers,
     cut_name,
@@ -81,13 +85,15 @@ class _Pending:
     steps: int  # at the launch
     finite: bool
     weight: float
-    num_workers: int
+    members: tuple[int, ...]
+    partial: bool  # whether others may have rounds of their own at the same time
     shares: Flats
     results: Flats
     lost: Flats | None = None
     staged: Staged | None = None
     alone: bool = False
-    task: Task | None = None  # None before it is sent
+    wire: Wire | None = None  # None before it is sent
+    task: Task | None = None
 
     @property
     def kept(self) -> bool:
@@ -135,7 +141,12 @@ class Engine:
         self._lane: int | None = None  # taken when first used: a copy may never be
         self._stats = Stats()
         self._unreported: list[Stats] = []
-        self._lost: SyncError | None = None
+        self._error: SyncError | None = None  # after which there is nothing more
+        # Of rounds that go on without some: who is lost for good, how often each has
+        # said that it is finished, and what has not been answered yet.
+        self._lost: set[int] = set()
+        self._finished: Counter[int] = Counter()
+        self._unanswered: dict[int, Task] = {}
         # Counts steps as the schedules do; `finish` brings it to the same value
         # everywhere, while `stats.steps` stays this worker's own.
         self._clock = 0
@@ -199,11 +210,11 @@ class Engine:
             self._launch(progress)
         self._land_all(p for p in self._pending if p.lands <= self._clock)
 
-    def _launch(self, progress: _Progress) -> None:
+    def _launch(self, progress: _Progress, peers: Peers | None = None) -> None:
         """Takes this worker's share, judges it and puts it on its way."""
         stream, layout = progress.stream, progress.stream.layout
         stream.locate()
-        members = self._members(stream.peers, progress.round)
+        members, partial = self._partners(progress, peers or stream.peers)
         # Alone and at once, shares are not kept: nothing can fail between taking and
         # applying them, and taking them again while they are in the cache is faster.
         alone = len(members) == 1 and not stream.schedule.overlap_at(self._clock)
@@ -220,7 +231,8 @@ class Engine:
             steps=self._stats.steps,
             finite=finite or not stream.is_judged,
             weight=weight,
-            num_workers=len(members),
+            members=members,
+            partial=partial,
             shares=shares,
             alone=alone,
         )
@@ -230,6 +242,25 @@ class Engine:
         replaced = stream.launched_(shares, len(members), finite=pending.finite)
         if replaced and not pending.finite:
             self._heal()
+
+    def _partners(
+        self, progress: _Progress, peers: Peers
+    ) -> tuple[tuple[int, ...], bool]:
+        """With whom this round is exchanged, and whether others have their own."""
+        members = self._members(peers, progress.round)
+        if peers is everyone:
+            return members, False
+        partial = progress.stream.goes_alone or members != self._members(everyone, 0)
+        if partial:
+            members = tuple(m for m in members if m not in self._finished)
+        if self._is_owed(members):
+            # One round at a time with anybody: they go on without this worker.
+            wire = self._wire(members, partial=True)
+            absent = Header.of_absent(self._clock)
+            self._run(announce(wire, absent, wire.others))
+            self._stats.bytes_sent += len(wire.others) * HEADER_BYTES
+            members = (self.group.rank,)
+        return members, partial
 
     def _shares(self, stream: Stream) -> tuple[Flats, bool]:
         """This worker's contribution, with what an earlier code owes; is it finite?"""
@@ -254,7 +285,7 @@ class Engine:
         results = shares
         if not alone:
             # What is still needed when the result comes is not overwritten by it.
-            if stream.schedule.overlap_at(launch["clock"]):
+            if stream.goes_alone or stream.schedule.overlap_at(launch["clock"]):
                 results = stream.layout.empty()
             if stream.residual is not None:
                 lost = stream.layout.empty(device)
@@ -274,15 +305,14 @@ class Engine:
         """Puts a share on its way."""
         if pending.alone:
             return
-        progress, stream = pending.progress, pending.progress.stream
-        header = self._header(pending)
-        wire = self._wire(self._members(stream.peers, progress.round), header)
+        stream, header = pending.progress.stream, self._header(pending)
+        wire = self._wire(pending.members, header, partial=pending.partial)
         shares = pending.shares if pending.staged is None else pending.staged.flats
         job = self._job(stream, shares, pending.results, wire)
         if pending.lost is not None:
             job = job._replace(lost=pending.lost.tensors)
         job = job._replace(staged=pending.staged)
-        pending.task = self._run(mean_(wire, job, header))
+        pending.wire, pending.task = wire, self._run(mean_(wire, job, header))
 
     def _resend(self) -> None:
         """Sends again what a checkpoint has brought."""
@@ -293,13 +323,62 @@ class Engine:
     def _land_all(self, pendings: Iterable[_Pending], *, settle: bool = False) -> None:
         for pending in list(pendings):
             since = self.group.now()
-            try:
-                outcome = None if pending.task is None else self._wait(pending.task)
-            except SyncError:
-                self._drop_unkept()
-                raise
+            outcome = None if pending.task is None else self._outcome(pending)
             self._pending.remove(pending)
             self._land(pending, outcome, self.group.now() - since, settle=settle)
+
+    def _outcome(self, pending: _Pending) -> Outcome:
+        """What has come of an exchange, alone if need be; raises if it has failed."""
+        assert pending.task is not None
+        others = [m for m in pending.members if m != self.group.rank]
+        try:
+            # Who is late already has had its time.
+            timeout_s = 0.0 if self._is_owed(others) else self._timeout_s
+            outcome: Outcome = pending.task.wait(timeout_s)
+        except PeerLost as error:
+            if not pending.progress.stream.goes_alone:
+                self._give_up(error)
+                raise
+            return self._alone(pending, others, error)
+        except SyncError as error:
+            self._give_up(error)
+            raise
+        if pending.partial:
+            self._finished.update(m for m, h in outcome.headers.items() if h.finished)
+        return outcome
+
+    def _alone(
+        self, pending: _Pending, others: Sequence[int], error: PeerLost
+    ) -> Outcome:
+        """Goes on with this worker's own share."""
+        assert pending.task is not None
+        progress = pending.progress
+        if pending.task.failed:  # a connection that is broken stays so
+            self._lost.update(others)
+        else:
+            pending.task.abandon()
+            self._unanswered |= dict.fromkeys(others, pending.task)
+        reason = str(error).partition(". ")[0]
+        name = progress.stream.name
+        _log.warning("round %d of %r goes on alone: %s", progress.round, name, reason)
+        # The buffers are the exchange's: others' messages may still come.
+        pending.results = Flats([flat.clone() for flat in pending.shares.tensors])
+        if pending.lost is not None:
+            pending.lost = progress.stream.layout.new()
+        included = (self.group.rank,) if pending.finite else ()
+        assert pending.wire is not None
+        return Outcome({}, included, pending.wire.bytes_sent)
+
+    def _is_owed(self, members: Sequence[int]) -> bool:
+        """Whether one of them has not answered an earlier exchange yet."""
+        waiting = {m: task for m, task in self._unanswered.items() if not task.ended}
+        self._unanswered = waiting
+        return any(member in waiting for member in members)
+
+    def _give_up(self, error: SyncError) -> None:
+        """Messages may still come: nothing after this exchange can be trusted."""
+        self._error = error
+        self._drop_unkept()
 
     def _drop_unkept(self) -> None:
         """Forgets shares that results may have overwritten; they are taken anew."""
@@ -332,7 +411,7 @@ class Engine:
                 late=late,
                 share=pending.shares if pending.kept and not left_out else None,
                 settle=left_out or (settle and late == 0),
-                num_workers=pending.num_workers,
+                num_workers=len(pending.members),
             )
             self._apply(stream, pending.results, landing, alone=pending.alone)
             if left_out:
@@ -342,7 +421,7 @@ class Engine:
                 for residual, lost in pairs:
                     residual.copy_(lost)
             progress.launched_at = pending.steps
-            if stream.last is None:
+            if stream.last is None and not pending.partial:
                 progress.settled_at = pending.steps
         self._passed(progress, applied=applied)
 
@@ -403,7 +482,8 @@ class Engine:
             steps=self._stats.steps,
             finite=finite,
             weight=1.0,
-            num_workers=0,
+            members=self._members(everyone, 0),
+            partial=False,
             shares=shares,
         )
         self._send(pending)
@@ -413,16 +493,32 @@ class Engine:
         progress.round += 1
         return pending.results
 
-    def finish(self) -> None:
+    def finish(self, timeout_s: float | None = None) -> None:
         """One last exchange of whatever has changed since its last one.
 
         A worker that comes early serves the others' rounds until all have come.
+
+        Args:
+            timeout_s: bound of each wait in here; None for the usual one.
         """
+        usual, self._timeout_s = self._timeout_s, timeout_s or self._timeout_s
+        try:
+            self._finish()
+        finally:
+            self._timeout_s = usual
+
+    def _finish(self) -> None:
         if not self.started:
             self.start()
         self._check()
         self._resend()
         self._land_all(self._pending, settle=True)
+        scheduled = [p.stream for p in self._progress if not p.stream.schedule.never]
+        # Once for each exchange that another may have under way with this worker.
+        times = sum(stream.peers is not everyone for stream in scheduled)
+        told = self._tell_finished(times) if times else None
+        if told and all(stream.goes_alone for stream in scheduled):
+            self._await_finished(*told, times)  # nobody needs this worker meanwhile
         while True:
             wire = self._wire(self._members(everyone, 0))
             headers: dict[int, Header] = self._wait(
@@ -434,12 +530,15 @@ class Engine:
             self._stats.setup_bytes += wire.bytes_sent
             self._serve(headers, self._find(working[0].stream), working[0])
         self._stats.setup_bytes += wire.bytes_sent
+        if told:
+            self._await_finished(*told, times)
+        self._finished.clear()
         # Rounds go on from the step of whoever took most.
         self._clock = max(header.step for header in headers.values())
         moved = self._moved_anywhere()
-        for progress in moved:
-            last = progress.stream.last
-            self._launch(progress if last is None else self._find(cut_name(last.name)))
+        # Two that have the same last round take it once.
+        for name in dict.fromkeys((p.stream.last or p.stream).name for p in moved):
+            self._launch(self._find(cut_name(name)), everyone)
         self._land_all(self._pending, settle=True)
         for progress in moved:
             progress.settled_at = self._stats.steps
@@ -448,16 +547,45 @@ class Engine:
         self._next = self._next_event()
         self._report()
 
+    def _tell_finished(self, times: int) -> tuple[Wire, Greeting]:
+        """Says to all that rounds of some go on without this worker."""
+        wire = self._wire(self._members(everyone, 0), partial=True)
+        answers = [peer for peer in wire.others if self._finished[peer] < times]
+        header = Header.of_finished(self._clock)
+        exchange = announce(wire, header, answers, times=times)
+        return wire, self._wait(self._run(exchange))
+
+    def _await_finished(self, wire: Wire, greeting: Greeting, times: int) -> None:
+        """Returns when all have said the same, but for those that are lost."""
+        for peer in wire.others:
+            missing = times - self._finished[peer]
+            if not missing:
+                continue
+            task = self._run(await_finished(wire, greeting, peer, missing))
+            try:
+                task.wait(self._timeout_s)
+            except PeerLost as error:
+                if not task.failed:
+                    self._error = error
+                    raise
+                self._lost.add(peer)
+            self._finished[peer] = times
+
     def _moved_anywhere(self) -> list[_Progress]:
-        """Streams that have changed on some worker since workers were equal."""
+        """Streams that have changed on some worker since workers were equal.
+
+        Brings the counts of rounds to the same value: some may have had rounds in which
+        others were missing.
+        """
         scheduled = [p for p in self._progress if not p.stream.schedule.never]
-        mine = [int(p.settled_at < self._stats.steps) for p in scheduled]
-        flags = self._gather(bytes(mine)) if scheduled else {}
-        return [
-            progress
-            for i, progress in enumerate(scheduled)
-            if any(theirs[i] for theirs in flags.values())
-        ]
+        mine = [[p.settled_at < self._stats.steps, p.round] for p in scheduled]
+        replies = self.gather(mine).values() if scheduled else ()
+        moved = []
+        for progress, *theirs in zip(scheduled, *replies, strict=True):
+            progress.round = max(round for _, round in theirs)
+            if any(has_moved for has_moved, _ in theirs):
+                moved.append(progress)
+        return moved
 
     def _serve(
         self, headers: dict[int, Header], progress: _Progress, theirs: Header
@@ -507,11 +635,10 @@ class Engine:
 
     def agree(self, plan: Mapping[str, Any]) -> None:
         """Raises `PeerMismatch` on every worker unless all of them hold this plan."""
-        text = json.dumps(plan).encode()
-        digest = hashlib.sha256(text).digest()
+        digest = hashlib.sha256(json.dumps(plan).encode()).digest()
         if len(set(self._gather(digest).values())) == 1:
             return
-        plans = {rank: json.loads(own) for rank, own in self._gather(text).items()}
+        plans = self.gather(plan)
         (first, one), *others = plans.items()
         for rank, other in others:
             for key in [*one, *(key for key in other if key not in one)]:
@@ -532,6 +659,11 @@ class Engine:
         exchange = broadcast_(wire, flats.tensors, self._bucket_bytes, header)
         self._stats.setup_bytes += self._wait(self._run(exchange))
         layout.scatter_all_(flats)
+
+    def gather(self, mine: Any) -> dict[int, Any]:
+        """Every worker's value of plain types, by rank."""
+        replies = self._gather(json.dumps(mine).encode())
+        return {rank: json.loads(reply) for rank, reply in replies.items()}
 
     def _gather(self, mine: bytes) -> dict[int, bytes]:
         header = Header.of_setup("check")
@@ -569,7 +701,8 @@ class Engine:
                     "steps": pending.steps,
                     "finite": pending.finite,
                     "weight": pending.weight,
-                    "num_workers": pending.num_workers,
+                    "members": list(pending.members),
+                    "partial": pending.partial,
                     "share": pending.progress.stream.layout.read(pending.shares),
                 }
                 for pending in self._pending
@@ -624,6 +757,7 @@ class Engine:
             )
         layout.write_(shares := layout.empty(), saved["share"])
         launch = {k: v for k, v in saved.items() if k not in ("stream", "share")}
+        launch["members"] = tuple(saved["members"])
         return self._new_pending(progress, shares=shares, **launch)
 
     # ------------------------------------------------------------------ helpers
@@ -640,9 +774,17 @@ class Engine:
         )
 
     def _members(self, peers: Peers, round: int) -> tuple[int, ...]:
-        return peers(self.group.members(round), self.group.rank, round)
+        present = self.group.members(round)
+        members = peers(present, self.group.rank, round, self._clock)
+        return tuple(member for member in members if member not in self._lost)
 
-    def _wire(self, members: Sequence[int], header: Header | None = None) -> Wire:
+    def _wire(
+        self,
+        members: Sequence[int],
+        header: Header | None = None,
+        *,
+        partial: bool = False,
+    ) -> Wire:
         """Messages of an exchange; of a header alone, if none is known before."""
         number = 0
         if header is not None:
@@ -650,7 +792,7 @@ class Engine:
             number = number_of(repr(what))
         if self._lane is None:
             self._lane = self.group.new_lane()
-        return Wire(self.group, members, self._lane, number)
+        return Wire(self.group, members, self._lane, number, partial=partial)
 
     def _job(self, stream: Stream, shares: Flats, results: Flats, wire: Wire) -> Job:
         return Job(
@@ -683,16 +825,15 @@ class Engine:
         )
 
     def _run(self, exchange: Exchange) -> Task:
-        if self._lost is not None:
-            raise self._lost
+        if self._error is not None:
+            raise self._error
         return self.group.run(exchange)
 
     def _wait(self, task: Task) -> Any:
         try:
             return task.wait(self._timeout_s)
         except SyncError as error:
-            # Messages of this exchange may still come; nothing after it can be trusted.
-            self._lost = error
+            self._error = error
             raise
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import itertools
 import logging
 import os
@@ -13,6 +14,7 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -37,6 +39,12 @@ _lanes: weakref.WeakKeyDictionary[Any, itertools.count[int]] = (
 _open: dict[int, _TorchHandle] = {}
 
 
+# A wait of gloo's that runs out closes the connections to all workers, so no wait does:
+# who waits for an exchange bounds it, and goes on without the message.
+_NEVER = timedelta(days=3650)
+_AT_ONCE = timedelta(milliseconds=1)
+
+
 # Exchanges that have not ended. A thread that comes back from the backend while the
 # interpreter is being taken down ends the process by an abort, so it gets some time.
 _running: set[_ThreadTask] = set()
@@ -47,7 +55,9 @@ _LAST_WAIT_S = 4.0
 def _wait_for_running() -> None:
     deadline = time.monotonic() + _LAST_WAIT_S
     for task in list(_running):
-        if not task.ended(max(0.0, deadline - time.monotonic())):
+        if task.abandoned:
+            task.cancel()
+        if not task.wait_for_end(max(0.0, deadline - time.monotonic())):
             _log.error("the process ends with an exchange that others do not join")
             for stream in (sys.__stdout__, sys.__stderr__):
                 if stream is not None:
@@ -91,7 +101,7 @@ class TorchGroup(Group):
             self.device = torch.device(kind, index)
         self._unposted: list[tuple[_TorchHandle, Callable[..., Any], int, int]] = []
         self._tasks: queue.SimpleQueue[_ThreadTask | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._has_thread = False
         self._pace = _Pace()
 
     def members(self, round: int) -> tuple[int, ...]:
@@ -138,12 +148,10 @@ class TorchGroup(Group):
                 handle.works = works
 
     def run(self, exchange: Exchange) -> Task:
-        task = _ThreadTask(exchange, self._pace)
-        if self._thread is None:
-            self._thread = threading.Thread(
-                target=_drive, args=(self._tasks,), name="lowcomm", daemon=True
-            )
-            self._thread.start()
+        task = _ThreadTask(self, exchange)
+        if not self._has_thread:
+            self._has_thread = True
+            _start_thread(self._tasks)
             weakref.finalize(self, self._tasks.put, None)
         _running.add(task)
         self._tasks.put(task)
@@ -182,7 +190,7 @@ class _TorchHandle:
             if self.works is None:
                 self._group._flush()
             for work in self.works or ():
-                work.wait()
+                work.wait(_NEVER) if self._group._is_gloo else work.wait()
         except RuntimeError as error:
             # The backend's words do not say which worker is meant.
             reason = str(error).splitlines()[0].split("] ")[-1]
@@ -195,19 +203,45 @@ class _TorchHandle:
 
 @dataclass
 class _Pace:
-    """How far a group's thread has come."""
+    """How far a group's threads have come."""
 
     messages: int = 0  # that have been waited for
     peer: int | None = None  # whose message is waited for
 
 
 class _ThreadTask(Task):
-    def __init__(self, exchange: Exchange, pace: _Pace) -> None:
+    def __init__(self, group: TorchGroup, exchange: Exchange) -> None:
         self._exchange: Exchange | None = exchange
-        self._pace = pace
+        self._tasks = group._tasks
+        self._pace = group._pace
+        self._backend = group._group
+        self._handle: Handle | None = None  # that is waited for
         self._done = threading.Event()
+        self._lock = threading.Lock()  # of what follows and the end
+        self.abandoned = False
         self._outcome: Any = None
         self._error: BaseException | None = None
+
+    @property
+    def ended(self) -> bool:
+        return self._done.is_set()
+
+    @property
+    def failed(self) -> bool:
+        return self.ended and self._error is not None
+
+    def abandon(self) -> None:
+        with self._lock:
+            if not self.ended and not self.abandoned:
+                self.abandoned = True
+                _start_thread(self._tasks)
+
+    def cancel(self) -> None:
+        """Ends the wait for a message, and all connections of this process."""
+        if self._handle is not None:
+            message = torch.zeros(1)
+            with contextlib.suppress(RuntimeError):
+                self._backend.recv([message], self._handle.peer, 0).wait(_AT_ONCE)
 
     def drive(self) -> None:
         exchange, self._exchange = self._exchange, None
@@ -215,8 +249,9 @@ class _ThreadTask(Task):
         try:
             with torch.no_grad():
                 while True:
-                    handle = next(exchange)
-                    self._pace.peer = handle.peer
+                    self._handle = handle = next(exchange)
+                    if not self.abandoned:
+                        self._pace.peer = handle.peer
                     handle.wait()
                     self._pace.messages += 1
         except StopIteration as stop:
@@ -224,9 +259,10 @@ class _ThreadTask(Task):
         except BaseException as error:
             self._error = error
         _running.discard(self)
-        self._done.set()
+        with self._lock:
+            self._done.set()
 
-    def ended(self, timeout_s: float) -> bool:
+    def wait_for_end(self, timeout_s: float) -> bool:
         """Whether the exchange has ended within so many seconds."""
         return self._done.wait(timeout_s)
 
@@ -243,10 +279,17 @@ class _ThreadTask(Task):
         return self._outcome
 
 
+def _start_thread(tasks: queue.SimpleQueue[_ThreadTask | None]) -> None:
+    thread = threading.Thread(target=_drive, args=(tasks,), name="lowcomm", daemon=True)
+    thread.start()
+
+
 def _drive(tasks: queue.SimpleQueue[_ThreadTask | None]) -> None:
     # Knows the queue only, so that the group can be collected and end this thread.
     while (task := tasks.get()) is not None:
         task.drive()
+        if task.abandoned:
+            return  # another thread has taken over
         del task
 
 
@@ -279,3 +322,31 @@ def resolve_group(group: Any) -> Group:
         "group must be a ProcessGroup, a one-dimensional DeviceMesh, a "
         f"lowcomm.sync.Group or None, got {group!r}."
     )
+
+
+def ranks_of(site: Any, group: Group) -> tuple[int, ...]:
+    """The ranks within `group` that a part of it stands for, sorted.
+
+    Args:
+        site: ranks, a process group, or a one-dimensional device mesh.
+        group: the whole.
+    """
+    if site is None:
+        raise TypeError(
+            "a site must be ranks or a process group, got None. The period of all "
+            "workers is sync_every."
+        )
+    if isinstance(site, DeviceMesh):
+        site = site.get_group()
+    if isinstance(site, dist.ProcessGroup):
+        ranks = dist.get_process_group_ranks(site)
+        if isinstance(group, TorchGroup):
+            ranks = [dist.get_group_rank(group._group, rank) for rank in ranks]
+    else:
+        ranks = list(site)
+    members = group.members(0)
+    if len(set(ranks)) < len(ranks) or not set(ranks) <= set(members):
+        raise ValueError(
+            f"a site must hold different ranks among {members}, got {ranks}."
+        )
+    return tuple(sorted(ranks))

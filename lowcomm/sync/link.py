@@ -113,13 +113,23 @@ class Clock:
         if self._link is not None:
             self._now[rank] = max(self._now[rank], moment)
 
-    def send(self, rank: int, num_bytes: int, moment: float) -> tuple[float, float]:
-        """When a message that is ready at `moment` has left, and when it arrives."""
+    def send(
+        self, rank: int, num_bytes: int, moment: float, *, beside: bool
+    ) -> tuple[float, float]:
+        """When a message that is ready at `moment` has left, and when it arrives.
+
+        Args:
+            rank: of the sender.
+            num_bytes: size of the message.
+            moment: in seconds.
+            beside: whether it is no matter of now, and takes no time from others.
+        """
         if self._link is None:
             return moment, moment
-        start = max(moment, self._uplink_free[rank])
+        start = moment if beside else max(moment, self._uplink_free[rank])
         left = start + num_bytes * 8e-9 / self._link.gbit_s
-        self._uplink_free[rank] = left
+        if not beside:
+            self._uplink_free[rank] = left
         return left, left + self._link.latency_s
 
     def _pass_real_time(self, rank: int) -> None:

@@ -12,6 +12,7 @@ drive the same code.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 import struct
@@ -35,14 +36,16 @@ ALIGN = 16
 DEPTH = 4
 
 _HEADER = struct.Struct("<24sqqqdqq")
+HEADER_BYTES = _HEADER.size
 
 
 class Header(NamedTuple):
     """What a worker says of itself before its share counts.
 
     Args:
-        stream: the name of what it exchanges, cut to 24 bytes; empty if finished.
-        round: how often that stream was exchanged before.
+        stream: the name of what it exchanges, cut to 24 bytes; empty if it is absent.
+        round: how often that stream was exchanged before; of who is absent, whether it
+            will be back.
         step: its clock, in inner steps.
         contributes: whether its share is to be counted.
         weight: of its share in the mean.
@@ -68,10 +71,20 @@ class Header(NamedTuple):
         """Before a check or a broadcast, so that it meets its like only."""
         return cls(what, 0, 0, 1, 1.0, 0, 0)
 
+    @classmethod
+    def of_absent(cls, step: int) -> Header:
+        """Of a worker without which the others go on this time."""
+        return cls("", 1, step, 0, 0.0, 0, 0)
+
+    @property
+    def absent(self) -> bool:
+        """Whether the worker has no share of its own."""
+        return not self.stream
+
     @property
     def finished(self) -> bool:
-        """Whether the worker is in `finish` and serves the others' rounds."""
-        return not self.stream
+        """Whether it is in `finish`, and will have none again."""
+        return self.absent and not self.round
 
     def pack(self) -> Tensor:
         """The header as uint8, shape `(72,)`."""
@@ -93,13 +106,22 @@ class Wire:
         members: ranks that take part, sorted.
         lane: number of the engine, so that two optimizers are not confused.
         exchange: what is exchanged, as a number: its name, round, step and tensors.
+        partial: whether it is a round of some of the workers, which goes on without
+            those that are absent; else they serve it.
     """
 
     def __init__(
-        self, group: Group, members: Sequence[int], lane: int, exchange: int
+        self,
+        group: Group,
+        members: Sequence[int],
+        lane: int,
+        exchange: int,
+        *,
+        partial: bool = False,
     ) -> None:
         self.group = group
         self.members = tuple(members)
+        self.partial = partial
         # In the order of sending. Each begins with its next one, so that not all
         # send to the same worker at a time.
         mine = self.members.index(group.rank)
@@ -115,7 +137,16 @@ class Wire:
     @property
     def header_tag(self) -> int:
         """One tag for all exchanges: workers in different ones must find out."""
-        return self._lane | ((1 << 21) - 1) << 6
+        # Another one for rounds of some: who says that it is absent from those may be
+        # in a round of everyone before anybody has asked.
+        return self._lane | ((1 << 21) - 1) << 6 | self.partial << 1
+
+    def among(self, members: Sequence[int]) -> Wire:
+        """The same exchange without the other members."""
+        wire = copy.copy(self)
+        wire.members = tuple(members)
+        wire.others = tuple(peer for peer in self.others if peer in members)
+        return wire
 
     def tag(self, bucket: int, phase: int) -> int:
         """The tag of a bucket's shares (phase 0) or finished slices (phase 1)."""
@@ -171,12 +202,12 @@ class Likeness(NamedTuple):
         return cls(math.sqrt(share), math.sqrt(mean), dot / lengths if lengths else 0.0)
 
 
-class _Greeting(NamedTuple):
+class Greeting(NamedTuple):
     """Headers under way."""
 
     messages: dict[int, Tensor]  # the others', by rank
-    arriving: list[Handle]
-    leaving: list[Handle]
+    arriving: dict[int, Handle]
+    leaving: dict[int, Handle]
 
 
 def cut_name(name: str) -> str:
@@ -186,38 +217,73 @@ def cut_name(name: str) -> str:
 
 def handshake(wire: Wire, mine: Header) -> Generator[Handle, None, dict[int, Header]]:
     """Exchanges headers with all members."""
-    return (yield from _headers(wire, mine, _greet(wire, mine)))
+    return (yield from _headers(wire, mine, _greet(wire, mine, wire.others)))
 
 
-def _greet(wire: Wire, mine: Header) -> _Greeting:
-    """Puts this worker's header on the wire, waits for none."""
-    packed = mine.pack().to(wire.group.device)
-    messages = {peer: torch.empty_like(packed) for peer in wire.others}
-    return _Greeting(
+def announce(
+    wire: Wire, mine: Header, answers: Sequence[int], *, times: int = 1
+) -> Generator[Handle, None, Greeting]:
+    """Puts this worker's header on the wire, and waits for nothing.
+
+    Args:
+        wire: to whom.
+        mine: the header.
+        answers: the members of which a header will come, now or later.
+        times: how often it is said.
+    """
+    yield from ()
+    for _ in range(times - 1):
+        _greet(wire, mine, ())
+    return _greet(wire, mine, answers)
+
+
+def await_finished(
+    wire: Wire, greeting: Greeting, peer: int, times: int
+) -> Generator[Handle, None, None]:
+    """Returns when a member that was greeted has said so often that it is finished.
+
+    Headers of rounds may come before: it has gone on without this worker.
+    """
+    room = greeting.messages[peer]
+    yield greeting.arriving[peer]
+    while True:
+        times -= Header.unpack(room).finished
+        if not times:
+            return
+        yield wire.recv(peer, room, wire.header_tag)
+
+
+def _greet(wire: Wire, mine: Header, answers: Sequence[int]) -> Greeting:
+    packed, tag = mine.pack().to(wire.group.device), wire.header_tag
+    messages = {peer: torch.empty_like(packed) for peer in answers}
+    return Greeting(
         messages,
-        [wire.recv(peer, room, wire.header_tag) for peer, room in messages.items()],
-        [wire.send(peer, packed, wire.header_tag) for peer in wire.others],
+        {peer: wire.recv(peer, room, tag) for peer, room in messages.items()},
+        {peer: wire.send(peer, packed, tag) for peer in wire.others},
     )
 
 
 def _headers(
-    wire: Wire, mine: Header, greeting: _Greeting
+    wire: Wire, mine: Header, greeting: Greeting
 ) -> Generator[Handle, None, dict[int, Header]]:
     """All members' headers, by rank."""
-    yield from greeting.arriving
-    yield from greeting.leaving
+    yield from greeting.arriving.values()
     headers = {peer: Header.unpack(room) for peer, room in greeting.messages.items()}
+    for peer, leaving in greeting.leaving.items():
+        # Who is missing from a round of some takes headers when it has the time.
+        if not (wire.partial and headers[peer].absent):
+            yield leaving
     headers[wire.group.rank] = mine
     return dict(sorted(headers.items()))
 
 
 def check_headers(headers: dict[int, Header], name: str) -> None:
-    """Raises unless all who are not finished are in the same round of stream `name`.
+    """Raises unless all who are not absent are in the same round of stream `name`.
 
     All workers hold the same headers, so all raise or none does.
     """
     (first, one), *rest = (
-        (rank, header) for rank, header in headers.items() if not header.finished
+        (rank, header) for rank, header in headers.items() if not header.absent
     )
     for rank, other in rest:
         for field, what in (
@@ -241,15 +307,15 @@ def check_headers(headers: dict[int, Header], name: str) -> None:
 def counted(headers: dict[int, Header]) -> tuple[int, ...]:
     """Ranks whose shares are in the mean: those that have a finite one, and weight.
 
-    A finished worker only serves, until all are finished.
+    An absent worker only serves, until all are finished.
     """
-    all_finished = all(header.finished for header in headers.values())
+    all_absent = all(header.absent for header in headers.values())
     return tuple(
         rank
         for rank, header in headers.items()
         if header.contributes
         and header.weight > 0
-        and (all_finished or not header.finished)
+        and (all_absent or not header.absent)
     )
 
 
@@ -287,11 +353,18 @@ def mean_(wire: Wire, job: Job, mine: Header) -> Generator[Handle, None, Outcome
     """
     if job.staged is not None:
         yield job.staged
-    greeting = _greet(wire, mine)
-    pipeline = _Pipeline(wire, job, wire.members)
-    pipeline.fill()  # the first shares need not wait for the headers
+    greeting = _greet(wire, mine, wire.others)
+    pipeline = None
+    if not wire.partial:  # the first shares need not wait for the headers
+        pipeline = _Pipeline(wire, job, wire.members)
+        pipeline.fill()
     headers = yield from _headers(wire, mine, greeting)
     check_headers(headers, job.name)
+    if pipeline is None:
+        wire = wire.among([rank for rank, h in headers.items() if not h.absent])
+        if not wire.others:  # nothing is sent, so nothing need be lost
+            job = job._replace(codec=None)
+        pipeline = _Pipeline(wire, job, wire.members)
     return (yield from _finish(pipeline, wire, job, headers))
 
 

@@ -77,6 +77,55 @@ class Periodic:
 
 
 @dataclass(frozen=True)
+class Nested:
+    """Several periods at a time; of those that are due, the longest wins.
+
+    >>> schedule, steps = Nested(periods=(2, 6)), [0]
+    >>> while steps[-1] < 8:
+    ...     steps.append(schedule.after(steps[-1]))
+    >>> [(step, schedule.level(step)) for step in steps[1:]]
+    [(2, 0), (4, 0), (6, 1), (8, 0)]
+
+    Args:
+        periods: in inner steps, ascending.
+        overlap: inner steps from a launch to its landing.
+        warmup: so many rounds of one step, all of the longest period, come first.
+    """
+
+    periods: tuple[int, ...]
+    overlap: int = 0
+    warmup: int = 0
+
+    never = False
+    is_late = False
+
+    @property
+    def shortest(self) -> int:
+        return self.periods[0]
+
+    def after(self, step: int) -> int | None:
+        launches = [p.after(step) for p in self._parts()]
+        return min(launch for launch in launches if launch is not None)
+
+    def overlap_at(self, step: int) -> int:
+        return self._parts()[0].overlap_at(step)
+
+    def level(self, step: int) -> int:
+        """The place of the period that a launching step belongs to."""
+        last = len(self.periods) - 1
+        if step <= self.warmup:
+            return last
+        due = [(step - self.warmup) % period == 0 for period in self.periods]
+        return max((i for i in range(last + 1) if due[i]), default=last)
+
+    def _parts(self) -> list[Periodic]:
+        return [
+            Periodic(period, overlap=self.overlap, warmup=self.warmup)
+            for period in self.periods
+        ]
+
+
+@dataclass(frozen=True)
 class QSR:
     r"""The quadratic synchronization rule: rounds grow as the learning rate falls.
 

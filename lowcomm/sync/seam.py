@@ -32,6 +32,20 @@ Exchange = Generator[Handle, None, Any]
 class Task(ABC):
     """An exchange that runs beside the caller."""
 
+    @property
+    @abstractmethod
+    def ended(self) -> bool:
+        """Whether it has come to its end, good or bad."""
+
+    @property
+    @abstractmethod
+    def failed(self) -> bool:
+        """Whether it has come to a bad end."""
+
+    @abstractmethod
+    def abandon(self) -> None:
+        """Lets the exchanges behind it pass. It goes on, for whoever comes late."""
+
     @abstractmethod
     def wait(self, timeout_s: float) -> Any:
         """The exchange's outcome.

@@ -41,6 +41,8 @@ class Stream(ABC):
         layout: the tensors that it reads and writes.
         schedule: when it is launched, and how much later it lands.
         peers: with whom.
+        goes_alone: whether a round goes on without members that are late or lost; else
+            it ends with `PeerLost`.
         codec: of the shares and of their mean; None sends the layout's dtypes.
     """
 
@@ -68,12 +70,14 @@ class Stream(ABC):
         schedule: Schedule,
         *,
         peers: Peers = everyone,
+        goes_alone: bool = False,
         codec: Codec | None = None,
     ) -> None:
         self.name = name
         self.layout = layout
         self.schedule = schedule
         self.peers = peers
+        self.goes_alone = goes_alone
         self.codec = codec
 
     @abstractmethod

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -17,6 +18,8 @@ from torch import Tensor
 from lowcomm.sync.errors import PeerLost, SyncError
 from lowcomm.sync.link import Clock, Link
 from lowcomm.sync.seam import Exchange, Group, Handle, Task, no_answer
+
+T = TypeVar("T")
 
 
 class World:
@@ -33,7 +36,9 @@ class World:
     def __init__(self, num_workers: int, link: Link | None = None) -> None:
         self.num_workers = num_workers
         self.clock = Clock(link, num_workers)
+        # By both ends and the tag: messages not yet asked for, or who waits for one.
         self._mail: dict[tuple[int, int, int], deque[_Message]] = {}
+        self._letters: dict[tuple[int, int, int], deque[_Letter]] = {}
         self._free_at = [0.0] * num_workers  # when each one's last exchange has ended
         self._driven: _TurnTask | None = None
         self._tasks: list[_TurnTask] = []
@@ -82,21 +87,23 @@ class World:
 
     def wait(self, rank: int, task: _TurnTask, timeout_s: float) -> None:
         """Lets others run until the task is done."""
-        since = self.clock.now(rank)
+        task.deadline = self.clock.now(rank) + timeout_s
         while True:
             self._pump()
             self.clock.mark()
+            if task.is_late or (task.done and task.time > task.deadline):
+                self.clock.wait_until(rank, task.deadline)
+                raise PeerLost(no_answer(task.peer, timeout_s))
             if task.done:
-                if task.time - since > timeout_s:
-                    self.clock.wait_until(rank, since + timeout_s)
-                    raise PeerLost(no_answer(task.peer, timeout_s))
                 self.clock.wait_until(rank, task.time)
                 return
             if self._stopped:
                 raise SyncError("the simulation was stopped")
             self._stalled += 1
             if self._stalled > len(self._alive):
-                # Everybody waits and nothing moves: no time would change that.
+                # Everybody waits and nothing moves: no time would change that. What
+                # this worker does now may help the next one.
+                self._stalled = 0
                 raise PeerLost(
                     f"rank {task.peer} will never answer rank {rank}: it "
                     + ("waits too." if task.peer in self._alive else "has ended.")
@@ -112,21 +119,26 @@ class World:
     def post(self, source: int, target: int, tag: int, tensor: Tensor) -> float:
         """Puts a message where its receiver finds it; returns when it has left."""
         assert self._driven is not None, "messages are sent by exchanges"
-        left, arrives = self.clock.send(source, tensor.nbytes, self._driven.time)
+        left, arrives = self.clock.send(
+            source, tensor.nbytes, self._driven.time, beside=self._driven.abandoned
+        )
         message = _Message(tensor.clone(), arrives)
-        self._mail.setdefault((source, target, tag), deque()).append(message)
+        key = (source, target, tag)
+        if key in self._letters:
+            _pop(self._letters, key).deliver(message)
+        else:
+            self._mail.setdefault(key, deque()).append(message)
         self._stalled = 0
         return left
 
-    def take(self, source: int, target: int, tag: int) -> _Message | None:
-        """The oldest message for a receiver, if there is one."""
-        key = (source, target, tag)
-        if key not in self._mail:
-            return None
-        message = self._mail[key].popleft()
-        if not self._mail[key]:
-            del self._mail[key]
-        return message
+    def expect(self, source: int, target: int, tag: int, tensor: Tensor) -> _Letter:
+        """Receives the oldest message that nobody was waiting for, or the next."""
+        key, letter = (source, target, tag), _Letter(source, tensor)
+        if key in self._mail:
+            letter.deliver(_pop(self._mail, key))
+        else:
+            self._letters.setdefault(key, deque()).append(letter)
+        return letter
 
     def add(self, task: _TurnTask) -> None:
         """Takes a task among those that are driven."""
@@ -145,13 +157,15 @@ class World:
             for task in list(self._tasks):
                 if task.rank in busy:
                     continue
-                busy.add(task.rank)
+                if not task.abandoned:
+                    busy.add(task.rank)
                 task.time = max(task.time, self._free_at[task.rank])
                 self._driven = task
                 moved |= task.advance()
                 if task.done:
-                    self._free_at[task.rank] = task.time
                     self._tasks.remove(task)
+                    if not task.abandoned:
+                        self._free_at[task.rank] = task.time
             if moved:
                 self._stalled = 0
 
@@ -167,6 +181,14 @@ def _set_rng_state(state: tuple[Tensor, Any, Any]) -> None:
     torch.set_rng_state(state[0])
     np.random.set_state(state[1])
     random.setstate(state[2])
+
+
+def _pop(queues: dict[tuple[int, int, int], deque[T]], key: tuple[int, int, int]) -> T:
+    """Takes the oldest entry of a queue, and the queue away if it was the last."""
+    oldest = queues[key].popleft()
+    if not queues[key]:
+        del queues[key]
+    return oldest
 
 
 class _Message(NamedTuple):
@@ -192,7 +214,7 @@ class LocalGroup(Group):
         return _Sent(peer, self._world.post(self.rank, peer, tag, tensor))
 
     def recv(self, peer: int, tensor: Tensor, tag: int) -> Handle:
-        return _Letter(self._world, peer, self.rank, tensor, tag)
+        return self._world.expect(peer, self.rank, tag, tensor)
 
     def run(self, exchange: Exchange) -> Task:
         task = _TurnTask(self._world, self.rank, exchange)
@@ -227,24 +249,19 @@ class _Sent:
 
 
 class _Letter:
-    def __init__(
-        self, world: World, peer: int, rank: int, tensor: Tensor, tag: int
-    ) -> None:
+    def __init__(self, peer: int, tensor: Tensor) -> None:
         self.peer = peer
         self.time = 0.0
-        self._key = (peer, rank, tag)
-        self._world = world
         self._tensor: Tensor | None = tensor
 
+    def deliver(self, message: _Message) -> None:
+        assert self._tensor is not None
+        self._tensor.copy_(message.tensor)
+        self._tensor = None
+        self.time = message.arrives
+
     def ready(self) -> bool:
-        if self._tensor is not None:
-            message = self._world.take(*self._key)
-            if message is None:
-                return False
-            self._tensor.copy_(message.tensor)
-            self._tensor = None
-            self.time = message.arrives
-        return True
+        return self._tensor is None
 
     def wait(self) -> None:
         assert self.ready()
@@ -258,8 +275,27 @@ class _TurnTask(Task):
         self._exchange = exchange
         self._awaited: Any = None
         self.done = False
+        self.deadline = math.inf
+        self.abandoned = False
         self._outcome: Any = None
         self._error: BaseException | None = None
+
+    @property
+    def ended(self) -> bool:
+        return self.done
+
+    @property
+    def failed(self) -> bool:
+        return self._error is not None
+
+    @property
+    def is_late(self) -> bool:
+        """Whether what it waits for comes after its deadline."""
+        awaited = self._awaited
+        return awaited is not None and awaited.ready() and awaited.time > self.deadline
+
+    def abandon(self) -> None:
+        self.abandoned, self.deadline = True, math.inf
 
     @property
     def peer(self) -> int | None:
@@ -271,6 +307,8 @@ class _TurnTask(Task):
         try:
             with torch.no_grad():
                 while self._awaited is None or self._awaited.ready():
+                    if self.is_late:
+                        break
                     if self._awaited is not None:
                         self.time = max(self.time, self._awaited.time)
                     self._awaited = next(self._exchange)

@@ -1,0 +1,230 @@
+"""NoLoCo: DiLoCo without a collective; in each round workers meet in pairs.
+
+Kolehmainen et al., NoLoCo: No-all-reduce Low Communication Training Method for Large
+Models, 2025. https://arxiv.org/abs/2506.10911
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowcomm.optim._outer import heavy_ball_
+from lowcomm.optim._states import States
+from lowcomm.optim._streams import OwnAnchored
+from lowcomm.optim._wrapper import AbstractWrapper
+from lowcomm.sync.flat import Chunk, Layout
+from lowcomm.sync.peers import Listed, Pairs
+from lowcomm.sync.schedule import Periodic, check_number, check_period
+from lowcomm.sync.stream import Landing, Stream
+
+
+class NoLoCo(AbstractWrapper):
+    r"""Moves each worker's own anchor by its pair's progress, and towards its partner.
+
+    .. math::
+
+        \delta_i &\leftarrow \alpha \delta_i
+            + \frac{\beta}{2} \sum_{j \in \{i, p\}} (\theta_j - \phi_j)
+            + \gamma \Big( \frac{1}{2} \sum_{j \in \{i, p\}} \phi_j - \phi_i \Big) \\
+        \phi_i   &\leftarrow \phi_i + \delta_i, \qquad \theta_i \leftarrow \phi_i
+
+    after inner steps :math:`H, 2H, 3H, \dots`, with a partner :math:`p` from a random
+    matching of each round; of an odd number of workers, one takes its step alone. There
+    is no collective before `finish()`. A partner that is late costs `timeout_s`, one
+    that is lost nothing; the step is taken alone.
+
+    Workers stay together for :math:`0 < \gamma < 2 (1 - \alpha^2)`, which is what
+    random pairs need whatever their number: beyond it, differences in directions
+    without curvature grow from round to round. For :math:`\alpha > 0.5` the range in
+    the paper is wider, and diverges in part.
+
+    Cost: two copies of the parameters, two more in an exchange. In a round each worker
+    sends :math:`S` bytes to its partner if :math:`\beta = \gamma`, since then
+    :math:`\theta` says all; else :math:`2S`. :math:`S` is the size of the anchor.
+
+    >>> import torch
+    >>> model = torch.nn.Linear(2, 1)
+    >>> opt = NoLoCo(model.parameters(), lr=1e-3, sync_every=50)
+    >>> model(torch.ones(4, 2)).sum().backward()
+    >>> opt.step()
+
+    Args:
+        params: what `torch.optim.AdamW` takes, a built optimizer, or a list of them.
+        sync_every: inner steps between exchanges, :math:`H`.
+        outer_lr: weight of the pair's progress, :math:`\beta`; may be set during a run,
+            on all workers alike.
+        outer_momentum: decay of the outer momentum, :math:`\alpha`.
+        gamma: pull towards the pair's mean anchor, :math:`\gamma`. None, or the value
+            of `outer_lr`, follows `outer_lr`.
+        seed: of the pairings.
+        peers: instead of random pairs, a function of the round (0, 1, ...) that lists
+            groups of ranks, the same on all workers; who is in none stays alone.
+        common: `group`, `overlap`, `codec` (of the progress alone: anchors are sent as
+            they are), `weight` and others of `AbstractWrapper`, and keywords of AdamW.
+
+    Raises:
+        ValueError: if a setting is out of its range.
+        PeerMismatch: if workers were built differently.
+    """
+
+    _adjustable = ("outer_lr",)
+
+    def __init__(
+        self,
+        params: Any,
+        *,
+        sync_every: int,
+        outer_lr: float = 0.7,
+        outer_momentum: float = 0.5,
+        gamma: float | None = None,
+        seed: int = 0,
+        peers: Callable[[int], Sequence[Sequence[int]]] | None = None,
+        **common: Any,
+    ) -> None:
+        self.sync_every = check_period("sync_every", sync_every)
+        check_number("outer_momentum", outer_momentum, float)
+        if not 0 <= outer_momentum < 1:
+            raise ValueError(
+                f"outer_momentum must be at least 0 and below 1, got {outer_momentum=}."
+            )
+        self.outer_momentum = outer_momentum
+        if gamma is not None:
+            check_number("gamma", gamma, float)
+        self.gamma = None if gamma == outer_lr else gamma
+        self.outer_lr = outer_lr
+        self._first_outer_lr = self.outer_lr
+        if self.gamma is not None:
+            self._check_gamma(self.gamma, f"{gamma=}")
+        check_number("seed", seed, int, least=-math.inf)
+        self.seed = seed
+        if peers is not None and not callable(peers):
+            raise TypeError(
+                f"peers must be a function of the round or None, got {peers!r}."
+            )
+        self.peers = peers
+        super().__init__(params, **common)
+
+    @property
+    def outer_lr(self) -> float:
+        return self._outer_lr
+
+    @outer_lr.setter
+    def outer_lr(self, outer_lr: float) -> None:
+        check_number("outer_lr", outer_lr, float)
+        if self.gamma is None:
+            self._check_gamma(outer_lr, f"{outer_lr=}, which gamma follows")
+        self._outer_lr = float(outer_lr)
+
+    def _check_gamma(self, gamma: float, got: str) -> None:
+        limit = 2 * (1 - self.outer_momentum**2)
+        if not 0 < gamma < limit:
+            raise ValueError(
+                f"gamma must be above 0 and below 2 (1 - outer_momentum^2) = {limit:g},"
+                f" got {got} with outer_momentum={self.outer_momentum}. At the limit "
+                "and beyond, what random pairs differ by grows from round to round: "
+                "take a smaller gamma or a smaller outer_momentum."
+            )
+
+    def _config(self) -> dict[str, Any]:
+        return {
+            "sync_every": self.sync_every,
+            "outer_lr": self._first_outer_lr,
+            "outer_momentum": self.outer_momentum,
+            "gamma": self.gamma,
+            "seed": self.seed,
+            "peers": "pairs" if self.peers is None else "a function",
+        }
+
+    def _streams(self, params: dict[str, Tensor], states: States) -> list[Stream]:
+        stream: dict[str, Any] = {
+            "layout": Layout(params),
+            "schedule": Periodic(self.sync_every, overlap=self._overlap),
+            "peers": Pairs(self.seed) if self.peers is None else Listed(self.peers),
+            "goes_alone": True,
+        }
+        anchored: dict[str, Any] = {
+            "name": "parameters",
+            "has_momentum": True,
+            "local_mix": 0.5 if self._overlap else 0.0,
+            "device": self._anchor_device,
+        }
+        if self.gamma is None and self._codec is None:
+            return [_Towards(self, self._outer_, **anchored, **stream)]
+        moved = _Moved(self, self._outer_, **anchored, **stream, codec=self._codec)
+        return [_Anchors(moved, **stream), moved]
+
+    def _outer_(self, anchor: Tensor, delta: Tensor, momentum: Tensor | None) -> None:
+        assert momentum is not None
+        heavy_ball_(anchor, delta, momentum, lr=1.0, beta=self.outer_momentum)
+
+
+class _Towards(OwnAnchored):
+    r"""What workers exchange if :math:`\beta = \gamma`: their parameters.
+
+    .. math:: \delta_i \leftarrow \alpha \delta_i + \gamma (\bar\theta - \phi_i)
+    """
+
+    compares = False
+
+    def __init__(self, method: NoLoCo, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._method = method
+
+    def share_(self, chunk: Chunk, out: Tensor) -> None:
+        self.layout.gather_(chunk, out)
+
+    def _outer_step_(self, chunk: Chunk, delta: Tensor) -> None:
+        mean, anchor = delta.to(self.anchor[chunk].device), self.anchor[chunk]
+        torch.sub(anchor, mean, out=mean).mul_(self._method.outer_lr)
+        super()._outer_step_(chunk, mean)
+
+
+class _Moved(OwnAnchored):
+    """The displacements, which are applied with the anchors that came before them."""
+
+    def __init__(self, method: NoLoCo, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._method = method
+        self.companion: Stream | None = None
+        #: by chunk, the own anchor minus the mean one
+        self.pulls: dict[int, Tensor] = {}
+
+    def _outer_step_(self, chunk: Chunk, delta: Tensor) -> None:
+        delta = delta.to(self.anchor[chunk].device).mul_(self._method.outer_lr)
+        pull = self.pulls.pop(chunk.number, None)
+        if pull is not None:
+            gamma = self._method.gamma
+            delta.add_(pull, alpha=self._method.outer_lr if gamma is None else gamma)
+        super()._outer_step_(chunk, delta)
+
+    def extend_(
+        self, tensors: Mapping[str, Tensor], starts: Mapping[str, Tensor]
+    ) -> None:
+        super().extend_(tensors, starts)
+        assert self.companion is not None
+        self.companion.layout = self.layout
+
+
+class _Anchors(Stream):
+    """The anchors themselves, as they are."""
+
+    is_round = False
+
+    def __init__(self, moved: _Moved, **kwargs: Any) -> None:
+        super().__init__("anchors", **kwargs)
+        self._moved = moved
+        self.last = moved.last
+        moved.companion = self
+
+    def share_(self, chunk: Chunk, out: Tensor) -> None:
+        out.copy_(self._moved.anchor[chunk])
+
+    def apply_(self, chunk: Chunk, result: Tensor, landing: Landing) -> None:
+        anchor = self._moved.anchor[chunk]
+        mean = result.to(anchor.device)
+        self._moved.pulls[chunk.number] = torch.sub(anchor, mean, out=mean)
