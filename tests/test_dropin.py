@@ -49,6 +49,9 @@ METHODS = {
     "DiLoCo-heavy-ball": Method(
         functools.partial(lowcomm.DiLoCo, outer_lr=0.5, nesterov=False), 0.5
     ),
+    "SlowMo": Method(lowcomm.SlowMo, 1.0),
+    "DESLOC": Method(lowcomm.DESLOC, 1.0, True),
+    "NoLoCo": Method(lowcomm.NoLoCo, 0.7),
 }
 NEVER = 10**6  # a period that no test reaches: what happens is the inner optimizer's
 
@@ -1185,6 +1188,7 @@ def test_another_number_of_workers_is_refused_unless_not_strict(method):
             opt.load_state_dict(state)
         opt.load_state_dict(state, strict=False)
         train(model, opt, range(3, 6), rank)
+        opt.finish()
         return parameters_of(model)
 
     first, *others = lowcomm.simulate(load, 3)

@@ -51,8 +51,8 @@ class DESLOC(AbstractWrapper):
         outer_lr: instead of replacing parameters, take an outer Nesterov step with this
             rate along their mean displacement; None for no outer step.
         outer_momentum: of that step.
-        common: `group`, `overlap`, `weight` and others of `AbstractWrapper`, and
-            keywords of AdamW.
+        common: `group`, `overlap`, `codec` (of the parameters alone), `weight` and
+            others of `AbstractWrapper`, and keywords of AdamW.
 
     Raises:
         ValueError: if a setting is out of its range, or one integer is given for an

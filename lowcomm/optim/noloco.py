@@ -43,9 +43,10 @@ class NoLoCo(AbstractWrapper):
     without curvature grow from round to round. For :math:`\alpha > 0.5` the range in
     the paper is wider, and diverges in part.
 
-    Cost: two copies of the parameters, two more in an exchange. In a round each worker
-    sends :math:`S` bytes to its partner if :math:`\beta = \gamma`, since then
-    :math:`\theta` says all; else :math:`2S`. :math:`S` is the size of the anchor.
+    Cost: two copies of the parameters. In a round each worker sends :math:`S` bytes to
+    its partner if :math:`\beta = \gamma`, since then :math:`\theta` says all; else, and
+    with a codec, the anchor and the progress: up to :math:`2S`. :math:`S` is the size
+    of the anchor. In an exchange there are two copies more for each.
 
     >>> import torch
     >>> model = torch.nn.Linear(2, 1)
@@ -65,7 +66,8 @@ class NoLoCo(AbstractWrapper):
         peers: instead of random pairs, a function of the round (0, 1, ...) that lists
             groups of ranks, the same on all workers; who is in none stays alone.
         common: `group`, `overlap`, `codec` (of the progress alone: anchors are sent as
-            they are), `weight` and others of `AbstractWrapper`, and keywords of AdamW.
+            they are), `weight`, `timeout_s` (which a late partner costs: take less than
+            the ten minutes) and others of `AbstractWrapper`, and keywords of AdamW.
 
     Raises:
         ValueError: if a setting is out of its range.
