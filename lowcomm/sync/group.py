@@ -45,19 +45,27 @@ _NEVER = timedelta(days=3650)
 _AT_ONCE = timedelta(milliseconds=1)
 
 
-# Exchanges that have not ended. A thread that comes back from the backend while the
-# interpreter is being taken down ends the process by an abort, so it gets some time.
+# Exchanges that have not ended, and who drives them. A thread that comes back from the
+# backend while the interpreter is being taken down ends the process by an abort, be it
+# only from freeing what it held: all of them end before.
 _running: set[_ThreadTask] = set()
+_threads: weakref.WeakKeyDictionary[
+    threading.Thread, queue.SimpleQueue[_ThreadTask | None]
+] = weakref.WeakKeyDictionary()
 _LAST_WAIT_S = 4.0
 
 
 @atexit.register
-def _wait_for_running() -> None:
+def _end_threads() -> None:
     deadline = time.monotonic() + _LAST_WAIT_S
+    for tasks in list(_threads.values()):
+        tasks.put(None)
     for task in list(_running):
         if task.abandoned:
             task.cancel()
-        if not task.wait_for_end(max(0.0, deadline - time.monotonic())):
+    for thread in list(_threads):  # those that have not ended
+        thread.join(max(0.0, deadline - time.monotonic()))
+        if thread.is_alive():
             _log.error("the process ends with an exchange that others do not join")
             for stream in (sys.__stdout__, sys.__stderr__):
                 if stream is not None:
@@ -262,10 +270,6 @@ class _ThreadTask(Task):
         with self._lock:
             self._done.set()
 
-    def wait_for_end(self, timeout_s: float) -> bool:
-        """Whether the exchange has ended within so many seconds."""
-        return self._done.wait(timeout_s)
-
     def wait(self, timeout_s: float) -> Any:
         # A long exchange is no silence: what counts is that messages come, be it for
         # one that is ahead in the queue.
@@ -281,6 +285,7 @@ class _ThreadTask(Task):
 
 def _start_thread(tasks: queue.SimpleQueue[_ThreadTask | None]) -> None:
     thread = threading.Thread(target=_drive, args=(tasks,), name="lowcomm", daemon=True)
+    _threads[thread] = tasks
     thread.start()
 
 
