@@ -477,7 +477,7 @@ class _UnreliableGroup(Group):
         self._lost = lost
         self._steps = 0
         self._num_exchanges = 0
-        # Of the exchange that is being driven; there is one at a time.
+        # Of the exchange that is being driven.
         self._outbox: list[_Parcel] = []
         self._arriving: list[tuple[Handle, Tensor]] = []
         self._abandoned: list[Tensor] = []  # a backend may still write there
@@ -533,36 +533,33 @@ class _UnreliableGroup(Group):
         self, exchange: Exchange, chance: random.Random, left: dict[int, int]
     ) -> Exchange:
         """Drives an exchange; of some workers only so many messages are left."""
-        self._outbox, self._arriving = [], []
+        outbox: list[_Parcel] = []
+        arriving: list[tuple[Handle, Tensor]] = []
         while True:
+            # Of this exchange: one that was abandoned may go on beside it.
+            self._outbox, self._arriving = outbox, arriving
             try:
                 awaited = next(exchange)
             except StopIteration as stop:
-                self._post(len(self._outbox))
+                _post(outbox)
                 if left:
                     raise _lost(min(left)) from None
                 return stop.value
-            chance.shuffle(self._outbox)
-            self._post(chance.randint(0, len(self._outbox)))
-            if self._outbox or chance.random() < 0.5:
-                chance.shuffle(self._arriving)
-                early = self._arriving[: chance.randint(0, len(self._arriving))]
+            chance.shuffle(outbox)
+            _post(outbox, chance.randint(0, len(outbox)))
+            if outbox or chance.random() < 0.5:
+                chance.shuffle(arriving)
+                early = arriving[: chance.randint(0, len(arriving))]
                 yield _Pause(awaited.peer, [handle for handle, _ in early])
-                self._post(len(self._outbox))
+                _post(outbox)
             if awaited.peer in left:
                 if left[awaited.peer] == 0:
-                    self._abandoned += [tensor for _, tensor in self._arriving]
+                    self._abandoned += [tensor for _, tensor in arriving]
                     self._overwrite()
                     raise _lost(awaited.peer)
                 left[awaited.peer] -= 1
             yield awaited.handle if isinstance(awaited, _Parcel) else awaited
-            self._arriving = [item for item in self._arriving if item[0] is not awaited]
-
-    def _post(self, count: int) -> None:
-        """Sends the first messages of the outbox."""
-        for parcel in self._outbox[:count]:
-            parcel.post()
-        del self._outbox[:count]
+            arriving[:] = [item for item in arriving if item[0] is not awaited]
 
     def _overwrite(self) -> None:
         for tensor in self._abandoned:
@@ -583,7 +580,15 @@ class _Parcel:
         self.handle = self._group.send(self.peer, self._tensor, self._tag)
 
     def wait(self) -> None:
-        raise AssertionError("posted before it is awaited")
+        assert self.handle is not self, "posted before it is awaited"
+        self.handle.wait()
+
+
+def _post(outbox: list[_Parcel], count: int | None = None) -> None:
+    """Sends the first messages of an outbox; all if no count is given."""
+    for parcel in outbox[:count]:
+        parcel.post()
+    del outbox[:count]
 
 
 class _Pause:
@@ -606,4 +611,4 @@ class _Pause:
 
 
 def _lost(rank: int) -> PeerLost:
-    return PeerLost(f"rank {rank} was lost: it was cut off")
+    return PeerLost(f"rank {rank} was lost: it was cut off", rank)

@@ -172,7 +172,8 @@ class AbstractWrapper(Optimizer):
             check_overlap(self._overlap, stream.schedule.shortest)
             if self._error_feedback and stream.codec is not None:
                 stream.residual = stream.layout.new()
-        streams += [stream.last for stream in streams if stream.last is not None]
+        lasts = [stream.last for stream in streams if stream.last is not None]
+        streams += dict.fromkeys(lasts)
         if self._buffers:
             streams += self._buffer_streams(streams[0])
         self._evaluation = Average("evaluation", Layout(self._params), Periodic(0))

@@ -5,42 +5,36 @@ The engine knows when and how; what a share is and what a result does is a strea
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import math
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lowcomm.sync.errors import PeerLost, PeerMismatch, SyncError
-from lowcomm.sync.flat import Flats, Layout, number_of
+from lowcomm.sync.fingerprint import fingerprint
+from lowcomm.sync.flat import Flats
 from lowcomm.sync.mean import (
-    HEADER_BYTES,
-    Greeting,
     Header,
     Job,
     Outcome,
     Wire,
-    announce,
-    await_finished,
-    broadcast_,
     check_headers,
     cut_name,
-    gather_bytes,
     handshake,
     mean_,
     serve_,
 )
 from lowcomm.sync.peers import Peers, everyone
-from lowcomm.sync.seam import Exchange, Group, Task
+from lowcomm.sync.presence import Presence
+from lowcomm.sync.seam import Group, Task
 from lowcomm.sync.staging import Staged
 from lowcomm.sync.stats import Stats
 from lowcomm.sync.stream import Landing, Stream
+from lowcomm.sync.talk import Talk
 
 _log = logging.getLogger(__name__)
 
@@ -87,11 +81,12 @@ class _Pending:
     weight: float
     members: tuple[int, ...]
     partial: bool  # whether others may have rounds of their own at the same time
+    declined: bool  # whether the others go on without this worker
     shares: Flats
     results: Flats
     lost: Flats | None = None
     staged: Staged | None = None
-    alone: bool = False
+    in_place: bool = False  # alone and at once: shares are taken as they are applied
     wire: Wire | None = None  # None before it is sent
     task: Task | None = None
 
@@ -131,22 +126,15 @@ class Engine:
     ) -> None:
         self.group = group
         self.started = False
+        self._talk = Talk(group, timeout_s, bucket_bytes)
+        self._presence = Presence(self._talk)
         # A dict subclass: torch's RemovableHandle refers to it weakly.
         self.hooks: OrderedDict[int, Callable[[Stats], None]] = OrderedDict()
         self._weight = weight
-        self._timeout_s = timeout_s
-        self._bucket_bytes = bucket_bytes
         self._heal = heal
         self._check = check
-        self._lane: int | None = None  # taken when first used: a copy may never be
         self._stats = Stats()
         self._unreported: list[Stats] = []
-        self._error: SyncError | None = None  # after which there is nothing more
-        # Of rounds that go on without some: who is lost for good, how often each has
-        # said that it is finished, and what has not been answered yet.
-        self._lost: set[int] = set()
-        self._finished: Counter[int] = Counter()
-        self._unanswered: dict[int, Task] = {}
         # Counts steps as the schedules do; `finish` brings it to the same value
         # everywhere, while `stats.steps` stays this worker's own.
         self._clock = 0
@@ -159,6 +147,7 @@ class Engine:
     @property
     def stats(self) -> Stats:
         """A copy of the counts so far."""
+        self._stats.setup_bytes = self._talk.setup_bytes
         return self._stats.snapshot()
 
     @property
@@ -198,7 +187,7 @@ class Engine:
     def _next_event(self) -> float:
         due = [p.due for p in self._progress if p.due is not None]
         due += [0 for p in self._progress if p.began is not None]
-        lands = [p.lands if p.task or p.alone else 0 for p in self._pending]
+        lands = [p.lands if p.task or p.in_place else 0 for p in self._pending]
         return min(due + lands, default=float("inf"))
 
     def _exchange_all(self, due: Iterable[_Progress]) -> None:
@@ -215,10 +204,12 @@ class Engine:
         stream, layout = progress.stream, progress.stream.layout
         stream.locate()
         members, partial = self._partners(progress, peers or stream.peers)
+        declined = partial and self._presence.owes(members)
+        alone = declined or len(members) == 1
         # Alone and at once, shares are not kept: nothing can fail between taking and
         # applying them, and taking them again while they are in the cache is faster.
-        alone = len(members) == 1 and not stream.schedule.overlap_at(self._clock)
-        if alone:
+        in_place = alone and not stream.schedule.overlap_at(self._clock)
+        if in_place:
             shares, finite = layout.scratch(), layout.is_finite()
         else:
             shares, finite = self._shares(stream)
@@ -233,8 +224,9 @@ class Engine:
             weight=weight,
             members=members,
             partial=partial,
+            declined=declined,
             shares=shares,
-            alone=alone,
+            in_place=in_place,
         )
         progress.plan(self._clock)
         self._pending.append(pending)
@@ -247,20 +239,13 @@ class Engine:
         self, progress: _Progress, peers: Peers
     ) -> tuple[tuple[int, ...], bool]:
         """With whom this round is exchanged, and whether others have their own."""
-        members = self._members(peers, progress.round)
+        present = self.group.members(progress.round)
+        members = peers(present, self.group.rank, progress.round, self._clock)
+        members = tuple(m for m in members if m not in self._talk.gone)
         if peers is everyone:
             return members, False
-        partial = progress.stream.goes_alone or members != self._members(everyone, 0)
-        if partial:
-            members = tuple(m for m in members if m not in self._finished)
-        if self._is_owed(members):
-            # One round at a time with anybody: they go on without this worker.
-            wire = self._wire(members, partial=True)
-            absent = Header.of_absent(self._clock)
-            self._run(announce(wire, absent, wire.others))
-            self._stats.bytes_sent += len(wire.others) * HEADER_BYTES
-            members = (self.group.rank,)
-        return members, partial
+        partial = progress.stream.goes_alone or members != self._talk.everyone()
+        return self._presence.without_finished(members) if partial else members, partial
 
     def _shares(self, stream: Stream) -> tuple[Flats, bool]:
         """This worker's contribution, with what an earlier code owes; is it finite?"""
@@ -277,13 +262,13 @@ class Engine:
         return shares, all(bool(flat.isfinite().all()) for flat in shares.tensors)
 
     def _new_pending(
-        self, progress: _Progress, *, alone: bool = False, **launch: Any
+        self, progress: _Progress, *, in_place: bool = False, **launch: Any
     ) -> _Pending:
         """A launched exchange with memory for what will come of it."""
         stream, shares, device = progress.stream, launch["shares"], self.group.device
         lost = staged = None
         results = shares
-        if not alone:
+        if not in_place:
             # What is still needed when the result comes is not overwritten by it.
             if stream.goes_alone or stream.schedule.overlap_at(launch["clock"]):
                 results = stream.layout.empty()
@@ -294,7 +279,7 @@ class Engine:
                 results = stream.layout.empty(device)
         return _Pending(
             progress=progress,
-            alone=alone,
+            in_place=in_place,
             results=results,
             lost=lost,
             staged=staged,
@@ -303,16 +288,22 @@ class Engine:
 
     def _send(self, pending: _Pending) -> None:
         """Puts a share on its way."""
-        if pending.alone:
-            return
         stream, header = pending.progress.stream, self._header(pending)
-        wire = self._wire(pending.members, header, partial=pending.partial)
+        members = pending.members
+        if pending.declined:
+            wire = self._talk.wire(members, partial=True)
+            self._presence.decline(wire, pending.clock)
+            self._count_bytes(stream, wire.bytes_sent)
+            members = (self.group.rank,)
+        if pending.in_place:
+            return
+        wire = self._talk.wire(members, header, partial=pending.partial)
         shares = pending.shares if pending.staged is None else pending.staged.flats
         job = self._job(stream, shares, pending.results, wire)
         if pending.lost is not None:
             job = job._replace(lost=pending.lost.tensors)
         job = job._replace(staged=pending.staged)
-        pending.wire, pending.task = wire, self._run(mean_(wire, job, header))
+        pending.wire, pending.task = wire, self._talk.run(mean_(wire, job, header))
 
     def _resend(self) -> None:
         """Sends again what a checkpoint has brought."""
@@ -329,56 +320,36 @@ class Engine:
 
     def _outcome(self, pending: _Pending) -> Outcome:
         """What has come of an exchange, alone if need be; raises if it has failed."""
-        assert pending.task is not None
-        others = [m for m in pending.members if m != self.group.rank]
+        task, wire, stream = pending.task, pending.wire, pending.progress.stream
+        assert task is not None and wire is not None
+        others = wire.others
+        # Who is late already has had its time.
+        is_late = self._presence.owes(others)
         try:
-            # Who is late already has had its time.
-            timeout_s = 0.0 if self._is_owed(others) else self._timeout_s
-            outcome: Outcome = pending.task.wait(timeout_s)
-        except PeerLost as error:
-            if not pending.progress.stream.goes_alone:
-                self._give_up(error)
-                raise
-            return self._alone(pending, others, error)
+            outcome: Outcome = task.wait(0.0 if is_late else self._talk.timeout_s)
         except SyncError as error:
-            self._give_up(error)
-            raise
+            if not (stream.goes_alone and isinstance(error, PeerLost)):
+                self._talk.end(error)
+                self._drop_unkept()
+                raise
+            self._presence.missed(task, others, error)
+            if not is_late:
+                reason = str(error).partition(". ")[0]
+                round, name = pending.progress.round, stream.name
+                _log.warning("round %d of %r goes on alone: %s", round, name, reason)
+            return self._own_outcome(pending, wire)
         if pending.partial:
-            self._finished.update(m for m, h in outcome.headers.items() if h.finished)
+            self._presence.met(wire, outcome)
         return outcome
 
-    def _alone(
-        self, pending: _Pending, others: Sequence[int], error: PeerLost
-    ) -> Outcome:
-        """Goes on with this worker's own share."""
-        assert pending.task is not None
-        progress = pending.progress
-        if pending.task.failed:  # a connection that is broken stays so
-            self._lost.update(others)
-        else:
-            pending.task.abandon()
-            self._unanswered |= dict.fromkeys(others, pending.task)
-        reason = str(error).partition(". ")[0]
-        name = progress.stream.name
-        _log.warning("round %d of %r goes on alone: %s", progress.round, name, reason)
+    def _own_outcome(self, pending: _Pending, wire: Wire) -> Outcome:
+        """The outcome of an exchange of this worker's share alone."""
         # The buffers are the exchange's: others' messages may still come.
         pending.results = Flats([flat.clone() for flat in pending.shares.tensors])
         if pending.lost is not None:
-            pending.lost = progress.stream.layout.new()
+            pending.lost = pending.progress.stream.layout.new()
         included = (self.group.rank,) if pending.finite else ()
-        assert pending.wire is not None
-        return Outcome({}, included, pending.wire.bytes_sent)
-
-    def _is_owed(self, members: Sequence[int]) -> bool:
-        """Whether one of them has not answered an earlier exchange yet."""
-        waiting = {m: task for m, task in self._unanswered.items() if not task.ended}
-        self._unanswered = waiting
-        return any(member in waiting for member in members)
-
-    def _give_up(self, error: SyncError) -> None:
-        """Messages may still come: nothing after this exchange can be trusted."""
-        self._error = error
-        self._drop_unkept()
+        return Outcome({}, included, wire.bytes_sent)
 
     def _drop_unkept(self) -> None:
         """Forgets shares that results may have overwritten; they are taken anew."""
@@ -413,7 +384,7 @@ class Engine:
                 settle=left_out or (settle and late == 0),
                 num_workers=len(pending.members),
             )
-            self._apply(stream, pending.results, landing, alone=pending.alone)
+            self._apply(stream, pending.results, landing, in_place=pending.in_place)
             if left_out:
                 self._heal()
             elif used and pending.lost is not None and stream.residual is not None:
@@ -426,13 +397,18 @@ class Engine:
         self._passed(progress, applied=applied)
 
     def _apply(
-        self, stream: Stream, results: Flats, landing: Landing, *, alone: bool = False
+        self,
+        stream: Stream,
+        results: Flats,
+        landing: Landing,
+        *,
+        in_place: bool = False,
     ) -> None:
-        if not alone:  # then it has been located just now
+        if not in_place:  # then it has been located just now
             stream.locate()
         for chunk in stream.layout.chunks:
             result = results[chunk]
-            if alone:
+            if in_place:
                 stream.share_(chunk, result)
             device = stream.layout.device_of(chunk)
             stream.apply_(chunk, result.to(device, non_blocking=True), landing)
@@ -463,11 +439,15 @@ class Engine:
 
     def _count(self, stream: Stream, outcome: Outcome, exposed_s: float) -> None:
         stats = self._stats.of(stream.name)
+        self._count_bytes(stream, outcome.bytes_sent)
         for counts in (self._stats, stats):
             counts.exposed_s += exposed_s
-            counts.bytes_sent += outcome.bytes_sent
         if outcome.likeness is not None:
             stats.share_norm, stats.mean_norm, stats.cosine = outcome.likeness
+
+    def _count_bytes(self, stream: Stream, bytes_sent: int) -> None:
+        for counts in (self._stats, self._stats.of(stream.name)):
+            counts.bytes_sent += bytes_sent
 
     # ------------------------------------------------------------------ on request
 
@@ -482,14 +462,15 @@ class Engine:
             steps=self._stats.steps,
             finite=finite,
             weight=1.0,
-            members=self._members(everyone, 0),
+            members=self._talk.everyone(),
             partial=False,
+            declined=False,
             shares=shares,
         )
         self._send(pending)
         assert pending.task is not None
-        outcome: Outcome = self._wait(pending.task)
-        self._stats.setup_bytes += outcome.bytes_sent
+        outcome: Outcome = self._talk.wait(pending.task)
+        self._talk.setup_bytes += outcome.bytes_sent
         progress.round += 1
         return pending.results
 
@@ -501,11 +482,12 @@ class Engine:
         Args:
             timeout_s: bound of each wait in here; None for the usual one.
         """
-        usual, self._timeout_s = self._timeout_s, timeout_s or self._timeout_s
+        usual = self._talk.timeout_s
+        self._talk.timeout_s = timeout_s or usual
         try:
             self._finish()
         finally:
-            self._timeout_s = usual
+            self._talk.timeout_s = usual
 
     def _finish(self) -> None:
         if not self.started:
@@ -516,23 +498,13 @@ class Engine:
         scheduled = [p.stream for p in self._progress if not p.stream.schedule.never]
         # Once for each exchange that another may have under way with this worker.
         times = sum(stream.peers is not everyone for stream in scheduled)
-        told = self._tell_finished(times) if times else None
-        if told and all(stream.goes_alone for stream in scheduled):
-            self._await_finished(*told, times)  # nobody needs this worker meanwhile
-        while True:
-            wire = self._wire(self._members(everyone, 0))
-            headers: dict[int, Header] = self._wait(
-                self._run(handshake(wire, Header.of_finished(self._clock)))
-            )
-            working = [header for header in headers.values() if not header.finished]
-            if not working:
-                break
-            self._stats.setup_bytes += wire.bytes_sent
-            self._serve(headers, self._find(working[0].stream), working[0])
-        self._stats.setup_bytes += wire.bytes_sent
-        if told:
-            self._await_finished(*told, times)
-        self._finished.clear()
+        told = self._presence.tell_finished(times, self._clock) if times else None
+        is_served = not all(stream.goes_alone for stream in scheduled)
+        if told and not is_served:  # nobody needs this worker meanwhile
+            self._presence.await_finished(told, times, self._clock)
+        headers = self._serve_until_finished()
+        if told and is_served:
+            self._presence.await_finished(told, times, self._clock)
         # Rounds go on from the step of whoever took most.
         self._clock = max(header.step for header in headers.values())
         moved = self._moved_anywhere()
@@ -547,29 +519,19 @@ class Engine:
         self._next = self._next_event()
         self._report()
 
-    def _tell_finished(self, times: int) -> tuple[Wire, Greeting]:
-        """Says to all that rounds of some go on without this worker."""
-        wire = self._wire(self._members(everyone, 0), partial=True)
-        answers = [peer for peer in wire.others if self._finished[peer] < times]
-        header = Header.of_finished(self._clock)
-        exchange = announce(wire, header, answers, times=times)
-        return wire, self._wait(self._run(exchange))
-
-    def _await_finished(self, wire: Wire, greeting: Greeting, times: int) -> None:
-        """Returns when all have said the same, but for those that are lost."""
-        for peer in wire.others:
-            missing = times - self._finished[peer]
-            if not missing:
-                continue
-            task = self._run(await_finished(wire, greeting, peer, missing))
-            try:
-                task.wait(self._timeout_s)
-            except PeerLost as error:
-                if not task.failed:
-                    self._error = error
-                    raise
-                self._lost.add(peer)
-            self._finished[peer] = times
+    def _serve_until_finished(self) -> dict[int, Header]:
+        """Takes part in others' rounds until all have come; their last headers."""
+        while True:
+            wire = self._talk.wire(self._talk.everyone())
+            mine = Header.of_finished(self._clock)
+            headers: dict[int, Header] = self._talk.wait(
+                self._talk.run(handshake(wire, mine))
+            )
+            self._talk.setup_bytes += wire.bytes_sent
+            working = [header for header in headers.values() if not header.finished]
+            if not working:
+                return headers
+            self._serve(headers, self._find(working[0].stream), working[0])
 
     def _moved_anywhere(self) -> list[_Progress]:
         """Streams that have changed on some worker since workers were equal.
@@ -579,11 +541,23 @@ class Engine:
         """
         scheduled = [p for p in self._progress if not p.stream.schedule.never]
         mine = [[p.settled_at < self._stats.steps, p.round] for p in scheduled]
-        replies = self.gather(mine).values() if scheduled else ()
+        gone = sorted(self._talk.gone)
+        replies = self._talk.gather([gone, mine]) if scheduled else {}
+        for rank, (theirs, _) in replies.items():
+            if theirs != gone:
+                error = PeerLost(
+                    f"workers must agree on who is lost, got {gone} on rank "
+                    f"{self.group.rank} and {theirs} on rank {rank}. Restart from a "
+                    "checkpoint."
+                )
+                self._talk.end(error)
+                raise error
         moved = []
-        for progress, *theirs in zip(scheduled, *replies, strict=True):
-            progress.round = max(round for _, round in theirs)
-            if any(has_moved for has_moved, _ in theirs):
+        for progress, *all_of in zip(
+            scheduled, *(streams for _, streams in replies.values()), strict=True
+        ):
+            progress.round = max(round for _, round in all_of)
+            if any(has_moved for has_moved, _ in all_of):
                 moved.append(progress)
         return moved
 
@@ -593,12 +567,12 @@ class Engine:
         """Takes part in others' round without a share that counts."""
         stream = progress.stream
         check_headers(headers, stream.name)
-        wire = self._wire(self._members(everyone, 0), theirs)
+        wire = self._talk.wire(self._talk.everyone(), theirs)
         results = stream.layout.new(self.group.device)
         job = self._job(stream, results, results, wire)
-        outcome: Outcome = self._wait(self._run(serve_(wire, job, headers)))
+        outcome: Outcome = self._talk.wait(self._talk.run(serve_(wire, job, headers)))
         if stream.schedule.never:
-            self._stats.setup_bytes += outcome.bytes_sent
+            self._talk.setup_bytes += outcome.bytes_sent
             progress.round += 1
             return
         self._count(stream, outcome, 0.0)
@@ -633,45 +607,17 @@ class Engine:
             stream.layout.write_(stream.residual, residual)
         progress.verified = False
 
+    def gather(self, mine: Any) -> dict[int, Any]:
+        """Every worker's value of plain types, by rank."""
+        return self._talk.gather(mine)
+
     def agree(self, plan: Mapping[str, Any]) -> None:
         """Raises `PeerMismatch` on every worker unless all of them hold this plan."""
-        digest = hashlib.sha256(json.dumps(plan).encode()).digest()
-        if len(set(self._gather(digest).values())) == 1:
-            return
-        plans = self.gather(plan)
-        (first, one), *others = plans.items()
-        for rank, other in others:
-            for key in [*one, *(key for key in other if key not in one)]:
-                if one.get(key) != other.get(key):
-                    raise PeerMismatch(
-                        f"{key} must be the same on all workers, got "
-                        f"{one.get(key, 'nothing')} on rank {first} and "
-                        f"{other.get(key, 'nothing')} on rank {rank}. Build all "
-                        "optimizers alike."
-                    )
+        self._talk.agree(plan)
 
     def broadcast(self, tensors: Mapping[str, Tensor]) -> None:
         """Gives all workers the first one's tensors, bit by bit, in place."""
-        layout = Layout(tensors, widen=False)
-        flats = layout.gather_all_(layout.empty(self.group.device))
-        header = Header.of_setup("broadcast")
-        wire = self._wire(self._members(everyone, 0), header)
-        exchange = broadcast_(wire, flats.tensors, self._bucket_bytes, header)
-        self._stats.setup_bytes += self._wait(self._run(exchange))
-        layout.scatter_all_(flats)
-
-    def gather(self, mine: Any) -> dict[int, Any]:
-        """Every worker's value of plain types, by rank."""
-        replies = self._gather(json.dumps(mine).encode())
-        return {rank: json.loads(reply) for rank, reply in replies.items()}
-
-    def _gather(self, mine: bytes) -> dict[int, bytes]:
-        header = Header.of_setup("check")
-        wire = self._wire(self._members(everyone, 0), header)
-        exchange = gather_bytes(wire, mine, header)
-        replies: dict[int, bytes] = self._wait(self._run(exchange))
-        self._stats.setup_bytes += wire.bytes_sent
-        return replies
+        self._talk.broadcast(tensors)
 
     # ------------------------------------------------------------------ state
 
@@ -680,7 +626,7 @@ class Engine:
         return {
             "started": self.started,
             "clock": self._clock,
-            "stats": self._stats.state_dict(),
+            "stats": self.stats.state_dict(),
             "streams": {
                 progress.stream.name: {
                     "due": progress.due,
@@ -703,6 +649,7 @@ class Engine:
                     "weight": pending.weight,
                     "members": list(pending.members),
                     "partial": pending.partial,
+                    "declined": pending.declined,
                     "share": pending.progress.stream.layout.read(pending.shares),
                 }
                 for pending in self._pending
@@ -721,6 +668,7 @@ class Engine:
         self.started = state["started"]
         self._clock = state["clock"]
         self._stats = Stats.from_state_dict(state["stats"])
+        self._talk.setup_bytes = self._stats.setup_bytes
         tensors: dict[str, dict[str, Tensor]] = {}
         for saved in state["streams"].values():
             for kind, named in saved["tensors"].items():
@@ -773,33 +721,12 @@ class Engine:
             "their methods on all workers."
         )
 
-    def _members(self, peers: Peers, round: int) -> tuple[int, ...]:
-        present = self.group.members(round)
-        members = peers(present, self.group.rank, round, self._clock)
-        return tuple(member for member in members if member not in self._lost)
-
-    def _wire(
-        self,
-        members: Sequence[int],
-        header: Header | None = None,
-        *,
-        partial: bool = False,
-    ) -> Wire:
-        """Messages of an exchange; of a header alone, if none is known before."""
-        number = 0
-        if header is not None:
-            what = (header.stream, header.round, header.step, header.plan)
-            number = number_of(repr(what))
-        if self._lane is None:
-            self._lane = self.group.new_lane()
-        return Wire(self.group, members, self._lane, number, partial=partial)
-
     def _job(self, stream: Stream, shares: Flats, results: Flats, wire: Wire) -> Job:
         return Job(
             stream.name,
             shares.tensors,
             results.tensors,
-            self._bucket_bytes,
+            self._talk.bucket_bytes,
             # Alone nothing is sent, so nothing need be lost.
             codec=stream.codec if wire.others else None,
             compare=stream.compares,
@@ -813,7 +740,7 @@ class Engine:
             chunks = stream.layout.chunks
             parts = min(_FINGERPRINT_PARTS, len(chunks)) if progress.verified else 1
             chunks = chunks[progress.round % max(parts, 1) :: max(parts, 1)]
-            agreed = _fingerprint([stream.agreed[chunk] for chunk in chunks])
+            agreed = fingerprint([stream.agreed[chunk] for chunk in chunks])
         return Header(
             stream=cut_name(stream.name),
             round=progress.round,
@@ -821,20 +748,8 @@ class Engine:
             contributes=int(pending.finite),
             weight=pending.weight,
             agreed=agreed,
-            plan=stream.layout.plan,
+            tensors=stream.layout.fingerprint,
         )
-
-    def _run(self, exchange: Exchange) -> Task:
-        if self._error is not None:
-            raise self._error
-        return self.group.run(exchange)
-
-    def _wait(self, task: Task) -> Any:
-        try:
-            return task.wait(self._timeout_s)
-        except SyncError as error:
-            self._error = error
-            raise
 
 
 def _state_of(stream: Stream) -> dict[str, dict[str, Tensor]]:
@@ -847,23 +762,6 @@ def _state_of(stream: Stream) -> dict[str, dict[str, Tensor]]:
 def _log_left_out(progress: _Progress, outcome: Outcome) -> None:
     """Says whose shares were not finite."""
     for rank, header in outcome.headers.items():
-        if not header.contributes and not header.finished:
+        if not header.contributes and not header.absent:
             name = f"rank {rank}'s"
             _log.warning(_NOT_FINITE, progress.round, progress.stream.name, name)
-
-
-def _fingerprint(values: Sequence[Tensor]) -> int:
-    """A 63-bit number that changes with (nearly) any bit of any value."""
-    sums = [part.sum(dtype=torch.int64) for value in values for part in _words(value)]
-    number = 1
-    for part in torch.stack(sums).tolist() if sums else ():
-        number = (number * 1_000_003 + part) & (1 << 63) - 1
-    return number
-
-
-def _words(value: Tensor) -> list[Tensor]:
-    """A chunk's bits as integers; of 64 bits, which are summed fastest."""
-    narrow = value.view(torch.int32)
-    even = len(narrow) // 2 * 2
-    words = [narrow[:even].view(torch.int64)]
-    return words if even == len(narrow) else [*words, narrow[even:]]

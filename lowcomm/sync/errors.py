@@ -13,7 +13,16 @@ class SyncError(RuntimeError):
 
 
 class PeerLost(SyncError):
-    """A worker closed its connection, or was silent for `timeout_s` seconds."""
+    """A worker closed its connection, or was silent for `timeout_s` seconds.
+
+    Args:
+        message: what to say.
+        rank: of that worker, if known.
+    """
+
+    def __init__(self, message: str, rank: int | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank
 
 
 class PeerMismatch(SyncError):

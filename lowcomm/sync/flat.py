@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import math
 import mmap
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,6 +17,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from lowcomm.sync.fingerprint import number_of
 
 #: Values in a chunk: what stays in a core's cache from one operation to the next, and
 #: on an accelerator what makes a launch worth its time. Multiples of every vector
@@ -232,8 +233,8 @@ class Layout:
             torch._foreach_copy_(views, list(pieces))
 
     @functools.cached_property
-    def plan(self) -> int:
-        """A number for the tensors, their kinds and their order, as `number_of`."""
+    def fingerprint(self) -> int:
+        """A number for the tensors, their kinds and their order."""
         return number_of(repr(self.specs))
 
     @property
@@ -422,12 +423,6 @@ def _empty(num_values: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     with contextlib.suppress(OSError):
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=dtype)
-
-
-def number_of(text: str) -> int:
-    """A positive 63-bit number for a text, the same in every process."""
-    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-    return int.from_bytes(digest) >> 1 or 1
 
 
 def chunk_values(device: torch.device) -> int:

@@ -99,7 +99,7 @@ class TorchGroup(Group):
                 f"{dist.get_rank()}. Build the optimizer only on the group's members."
             )
         self._size = dist.get_world_size(self._group)
-        self._is_gloo = _has_gloo(self._group)
+        self._is_gloo = self.matches_tags = _has_gloo(self._group)
         self.device = torch.device("cpu")
         if not self._is_gloo and torch.accelerator.is_available():
             # With its number: the thread that drives exchanges has a current device of
@@ -202,7 +202,8 @@ class _TorchHandle:
         except RuntimeError as error:
             # The backend's words do not say which worker is meant.
             reason = str(error).splitlines()[0].split("] ")[-1]
-            raise PeerLost(f"rank {self.peer} was lost: {reason}") from None
+            message = f"rank {self.peer} was lost: {reason}"
+            raise PeerLost(message, self.peer) from None
         finally:
             # A finished Work keeps the sockets of its group open.
             self.works = []
@@ -224,10 +225,10 @@ class _ThreadTask(Task):
         self._pace = group._pace
         self._backend = group._group
         self._handle: Handle | None = None  # that is waited for
+        self._started = False
         self._done = threading.Event()
         self._lock = threading.Lock()  # of what follows and the end
         self.abandoned = False
-        self._outcome: Any = None
         self._error: BaseException | None = None
 
     @property
@@ -242,7 +243,8 @@ class _ThreadTask(Task):
         with self._lock:
             if not self.ended and not self.abandoned:
                 self.abandoned = True
-                _start_thread(self._tasks)
+                if self._started:  # else another one is being driven
+                    _start_thread(self._tasks)
 
     def cancel(self) -> None:
         """Ends the wait for a message, and all connections of this process."""
@@ -251,7 +253,10 @@ class _ThreadTask(Task):
             with contextlib.suppress(RuntimeError):
                 self._backend.recv([message], self._handle.peer, 0).wait(_AT_ONCE)
 
-    def drive(self) -> None:
+    def drive(self) -> bool:
+        """Drives the exchange to its end; was it abandoned on the way?"""
+        with self._lock:
+            self._started, was_abandoned = True, self.abandoned
         exchange, self._exchange = self._exchange, None
         assert exchange is not None
         try:
@@ -261,14 +266,16 @@ class _ThreadTask(Task):
                     if not self.abandoned:
                         self._pace.peer = handle.peer
                     handle.wait()
-                    self._pace.messages += 1
+                    if not self.abandoned:
+                        self._pace.messages += 1
         except StopIteration as stop:
-            self._outcome = stop.value
+            self.outcome = stop.value
         except BaseException as error:
             self._error = error
         _running.discard(self)
         with self._lock:
             self._done.set()
+        return self.abandoned and not was_abandoned
 
     def wait(self, timeout_s: float) -> Any:
         # A long exchange is no silence: what counts is that messages come, be it for
@@ -276,11 +283,11 @@ class _ThreadTask(Task):
         before = self._pace.messages
         while not self._done.wait(min(timeout_s, threading.TIMEOUT_MAX)):
             if self._pace.messages == before:
-                raise PeerLost(no_answer(self._pace.peer, timeout_s))
+                raise no_answer(self._pace.peer, timeout_s)
             before = self._pace.messages
         if self._error is not None:
             raise self._error
-        return self._outcome
+        return self.outcome
 
 
 def _start_thread(tasks: queue.SimpleQueue[_ThreadTask | None]) -> None:
@@ -292,8 +299,7 @@ def _start_thread(tasks: queue.SimpleQueue[_ThreadTask | None]) -> None:
 def _drive(tasks: queue.SimpleQueue[_ThreadTask | None]) -> None:
     # Knows the queue only, so that the group can be collected and end this thread.
     while (task := tasks.get()) is not None:
-        task.drive()
-        if task.abandoned:
+        if task.drive():
             return  # another thread has taken over
         del task
 

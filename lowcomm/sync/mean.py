@@ -12,7 +12,6 @@ drive the same code.
 
 from __future__ import annotations
 
-import copy
 import itertools
 import math
 import struct
@@ -50,7 +49,7 @@ class Header(NamedTuple):
         contributes: whether its share is to be counted.
         weight: of its share in the mean.
         agreed: fingerprint of the values that must be equal on all workers.
-        plan: fingerprint of the tensors and their order.
+        tensors: fingerprint of the tensors' names, kinds and order.
     """
 
     stream: str
@@ -59,7 +58,7 @@ class Header(NamedTuple):
     contributes: int
     weight: float
     agreed: int
-    plan: int
+    tensors: int
 
     @classmethod
     def of_finished(cls, step: int) -> Header:
@@ -127,6 +126,8 @@ class Wire:
         mine = self.members.index(group.rank)
         self.others = self.members[mine + 1 :] + self.members[:mine]
         self.bytes_sent = 0
+        #: messages that nobody waits for here: others take and send them in their time
+        self.loose: list[Handle] = []
         # 31 bits: lane 4, exchange 21, bucket 5, phase 1. A backend that gets a message
         # of another length than it expects ends the process, so workers that are not in
         # the same exchange must not have the same tags; their headers tell them. Lanes
@@ -141,12 +142,10 @@ class Wire:
         # in a round of everyone before anybody has asked.
         return self._lane | ((1 << 21) - 1) << 6 | self.partial << 1
 
-    def among(self, members: Sequence[int]) -> Wire:
-        """The same exchange without the other members."""
-        wire = copy.copy(self)
-        wire.members = tuple(members)
-        wire.others = tuple(peer for peer in self.others if peer in members)
-        return wire
+    def narrow(self, members: Sequence[int]) -> None:
+        """Goes on without the other members."""
+        self.members = tuple(members)
+        self.others = tuple(peer for peer in self.others if peer in members)
 
     def tag(self, bucket: int, phase: int) -> int:
         """The tag of a bucket's shares (phase 0) or finished slices (phase 1)."""
@@ -202,7 +201,7 @@ class Likeness(NamedTuple):
         return cls(math.sqrt(share), math.sqrt(mean), dot / lengths if lengths else 0.0)
 
 
-class Greeting(NamedTuple):
+class _Greeting(NamedTuple):
     """Headers under way."""
 
     messages: dict[int, Tensor]  # the others', by rank
@@ -221,42 +220,43 @@ def handshake(wire: Wire, mine: Header) -> Generator[Handle, None, dict[int, Hea
 
 
 def announce(
-    wire: Wire, mine: Header, answers: Sequence[int], *, times: int = 1
-) -> Generator[Handle, None, Greeting]:
+    wire: Wire, mine: Header, *, times: int = 1, awaits: bool = False
+) -> Generator[Handle, None, None]:
     """Puts this worker's header on the wire, and waits for nothing.
 
     Args:
         wire: to whom.
         mine: the header.
-        answers: the members of which a header will come, now or later.
         times: how often it is said.
+        awaits: whether a header of each other will come for it.
     """
     yield from ()
-    for _ in range(times - 1):
-        _greet(wire, mine, ())
-    return _greet(wire, mine, answers)
+    for _ in range(times):
+        greeting = _greet(wire, mine, wire.others if awaits else ())
+        wire.loose += [*greeting.arriving.values(), *greeting.leaving.values()]
 
 
-def await_finished(
-    wire: Wire, greeting: Greeting, peer: int, times: int
+def drain(
+    wire: Wire, mine: Header, peer: int, times: int
 ) -> Generator[Handle, None, None]:
-    """Returns when a member that was greeted has said so often that it is finished.
+    """Returns when a member has said so often that it is finished.
 
-    Headers of rounds may come before: it has gone on without this worker.
+    Headers of rounds come before, each of which wants one of this worker.
     """
-    room = greeting.messages[peer]
-    yield greeting.arriving[peer]
-    while True:
-        times -= Header.unpack(room).finished
-        if not times:
-            return
+    room = torch.empty_like(mine.pack()).to(wire.group.device)
+    while times:
         yield wire.recv(peer, room, wire.header_tag)
+        if Header.unpack(room).finished:
+            times -= 1
+        else:
+            packed = mine.pack().to(wire.group.device)
+            wire.loose.append(wire.send(peer, packed, wire.header_tag))
 
 
-def _greet(wire: Wire, mine: Header, answers: Sequence[int]) -> Greeting:
+def _greet(wire: Wire, mine: Header, answers: Sequence[int]) -> _Greeting:
     packed, tag = mine.pack().to(wire.group.device), wire.header_tag
     messages = {peer: torch.empty_like(packed) for peer in answers}
-    return Greeting(
+    return _Greeting(
         messages,
         {peer: wire.recv(peer, room, tag) for peer, room in messages.items()},
         {peer: wire.send(peer, packed, tag) for peer in wire.others},
@@ -264,14 +264,16 @@ def _greet(wire: Wire, mine: Header, answers: Sequence[int]) -> Greeting:
 
 
 def _headers(
-    wire: Wire, mine: Header, greeting: Greeting
+    wire: Wire, mine: Header, greeting: _Greeting
 ) -> Generator[Handle, None, dict[int, Header]]:
     """All members' headers, by rank."""
     yield from greeting.arriving.values()
     headers = {peer: Header.unpack(room) for peer, room in greeting.messages.items()}
     for peer, leaving in greeting.leaving.items():
         # Who is missing from a round of some takes headers when it has the time.
-        if not (wire.partial and headers[peer].absent):
+        if wire.partial and headers[peer].absent:
+            wire.loose.append(leaving)
+        else:
             yield leaving
     headers[wire.group.rank] = mine
     return dict(sorted(headers.items()))
@@ -290,7 +292,7 @@ def check_headers(headers: dict[int, Header], name: str) -> None:
             ("stream", "exchange the same stream"),
             ("round", "be in the same round"),
             ("step", "have taken the same number of steps"),
-            ("plan", "hold the same tensors"),
+            ("tensors", "hold the same tensors"),
             ("agreed", "agree on the last synchronized values"),
         ):
             mine, theirs = getattr(one, field), getattr(other, field)
@@ -307,15 +309,12 @@ def check_headers(headers: dict[int, Header], name: str) -> None:
 def counted(headers: dict[int, Header]) -> tuple[int, ...]:
     """Ranks whose shares are in the mean: those that have a finite one, and weight.
 
-    An absent worker only serves, until all are finished.
+    An absent worker only serves.
     """
-    all_absent = all(header.absent for header in headers.values())
     return tuple(
         rank
         for rank, header in headers.items()
-        if header.contributes
-        and header.weight > 0
-        and (all_absent or not header.absent)
+        if header.contributes and header.weight > 0
     )
 
 
@@ -361,7 +360,7 @@ def mean_(wire: Wire, job: Job, mine: Header) -> Generator[Handle, None, Outcome
     headers = yield from _headers(wire, mine, greeting)
     check_headers(headers, job.name)
     if pipeline is None:
-        wire = wire.among([rank for rank, h in headers.items() if not h.absent])
+        wire.narrow([rank for rank, header in headers.items() if not header.absent])
         if not wire.others:  # nothing is sent, so nothing need be lost
             job = job._replace(codec=None)
         pipeline = _Pipeline(wire, job, wire.members)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from lowcomm.sync.flat import number_of
+from lowcomm.sync.fingerprint import number_of
 
 #: (members present, own rank, round, step) -> those the worker exchanges with, sorted,
 #: itself included. The same on every worker of the result.

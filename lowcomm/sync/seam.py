@@ -15,6 +15,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from lowcomm.sync.errors import PeerLost
+
 
 class Handle(Protocol):
     """A message on its way."""
@@ -31,6 +33,9 @@ Exchange = Generator[Handle, None, Any]
 
 class Task(ABC):
     """An exchange that runs beside the caller."""
+
+    #: what has come of it, once it has come to a good end
+    outcome: Any = None
 
     @property
     @abstractmethod
@@ -56,11 +61,12 @@ class Task(ABC):
         """
 
 
-def no_answer(peer: int | None, timeout_s: float) -> str:
-    """The message of a wait that has run out."""
-    return (
+def no_answer(peer: int | None, timeout_s: float) -> PeerLost:
+    """The error of a wait that has run out."""
+    return PeerLost(
         f"rank {peer} did not answer within {timeout_s} s. Raise timeout_s if it is "
-        "only slow; else restart from a checkpoint."
+        "only slow; else restart from a checkpoint.",
+        peer,
     )
 
 
@@ -72,6 +78,8 @@ class Group(ABC):
     """
 
     rank: int
+    #: whether a message is matched by its tag; else by order alone
+    matches_tags = True
     #: where tensors must lie to be sent
     device: torch.device
 

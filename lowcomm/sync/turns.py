@@ -93,7 +93,7 @@ class World:
             self.clock.mark()
             if task.is_late or (task.done and task.time > task.deadline):
                 self.clock.wait_until(rank, task.deadline)
-                raise PeerLost(no_answer(task.peer, timeout_s))
+                raise no_answer(task.peer, timeout_s)
             if task.done:
                 self.clock.wait_until(rank, task.time)
                 return
@@ -106,7 +106,8 @@ class World:
                 self._stalled = 0
                 raise PeerLost(
                     f"rank {task.peer} will never answer rank {rank}: it "
-                    + ("waits too." if task.peer in self._alive else "has ended.")
+                    + ("waits too." if task.peer in self._alive else "has ended."),
+                    task.peer,
                 )
             following = self._next(rank)
             if following != rank:
@@ -277,7 +278,6 @@ class _TurnTask(Task):
         self.done = False
         self.deadline = math.inf
         self.abandoned = False
-        self._outcome: Any = None
         self._error: BaseException | None = None
 
     @property
@@ -314,7 +314,7 @@ class _TurnTask(Task):
                     self._awaited = next(self._exchange)
                     moved = True
         except StopIteration as stop:
-            self.done, self._outcome, moved = True, stop.value, True
+            self.done, self.outcome, moved = True, stop.value, True
         except BaseException as error:
             self.done, self._error, moved = True, error, True
         return moved
@@ -323,7 +323,7 @@ class _TurnTask(Task):
         self._world.wait(self.rank, self, timeout_s)
         if self._error is not None:
             raise self._error
-        return self._outcome
+        return self.outcome
 
 
 def alone() -> Group:
