@@ -174,7 +174,14 @@ def test_sites_must_be_a_partition():
     [
         ({"levels": [((0,), 4)]}, ValueError, "levels must have different periods sho"),
         ({"levels": [((0,), 2), ((0,), 2)]}, ValueError, "levels must have different"),
-        ({"levels": [((0,), 0)]}, ValueError, "levels must be at least 1"),
+        ({"levels": [((0,), 0)]}, ValueError, r"levels\[0\]\[1\] must be at least 1"),
+        ({"levels": [(0, 2)]}, TypeError, "levels must have sites of ranks"),
+        ({"levels": [((0.0,), 2)]}, TypeError, "levels must have sites of ranks"),
+        (
+            {"levels": ((0,), 2)},
+            TypeError,
+            r"levels\[0\] must be a site and its period",
+        ),
         ({"levels": [((0, 1), 2)]}, ValueError, r"different ranks among \(0,\), got"),
         ({"levels": [(None, 2)]}, TypeError, "got None. The period of all"),
         ({"codec": "int8"}, ValueError, "levels must be None beside a QSR or a codec"),

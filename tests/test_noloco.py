@@ -12,11 +12,23 @@ from torch import nn
 import lowcomm
 from lowcomm.optim._outer import heavy_ball_
 from lowcomm.sync.peers import Pairs
+from lowcomm.sync.turns import alone
 from lowcomm.testing import run_workers
-from toy import CURVATURE, TARGETS, network, parameters_of, same, start, train
+from toy import (
+    CURVATURE,
+    TARGETS,
+    network,
+    parameters_of,
+    same,
+    snapshot,
+    start,
+    train,
+)
 
 # Workers 2 and 3 have the targets of 0 and 1, moved by one.
 FOUR_TARGETS = torch.cat([TARGETS, TARGETS + 1])
+
+LINK = lowcomm.Link(gbit_s=1.0, latency_s=0.01, step_s=1.0)
 
 
 def descend(x, opt, rank, num_steps):
@@ -321,7 +333,6 @@ def test_a_worker_that_has_failed_is_done_without():
 
 def test_a_late_partner_costs_one_timeout_and_is_met_again():
     """Worker 3 stands still for 10 s; others do not wait longer than 3 s for it."""
-    link = lowcomm.Link(gbit_s=1.0, latency_s=0.01, step_s=1.0)
 
     def worker(rank, group):
         model = network()
@@ -335,12 +346,123 @@ def test_a_late_partner_costs_one_timeout_and_is_met_again():
         opt.finish(timeout_s=20.0)
         return trained, opt.stats.rounds, parameters_of(model)
 
-    *others, late = lowcomm.simulate(worker, 4, link=link)
+    *others, late = lowcomm.simulate(worker, 4, link=LINK)
     assert all(same(result[1:], late[1:]) for result in others)
     assert late[0] == pytest.approx(30, abs=0.5)
     # Its partners in the rounds at steps 6, 8, 10, 12 waited, or somebody for those.
     assert any(time > 22.9 for time, *_ in others)
     assert all(time < 20 + 4 * 3.0 + 0.5 for time, *_ in others)
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "stands_still", "pause_s"),
+    [
+        ((4, 3), 3, 10),  # right before it finishes; the other waits for its round
+        ((12, 3), 1, 7),  # the other declines rounds that it never takes
+        ((12, 12), 1, 7),
+        ((3, 12), 1, 7),
+    ],
+)
+@pytest.mark.parametrize("settings", [{}, {"gamma": 0.4}, {"overlap": 1}])
+def test_a_worker_that_was_late_may_finish_early(
+    num_steps, stands_still, pause_s, settings
+):
+    """What it owed is answered by its being finished, and nobody waits in vain."""
+
+    def worker(rank, group):
+        model = network()
+        opt = lowcomm.NoLoCo(
+            model.parameters(), lr=0.01, sync_every=2, timeout_s=3.0, **settings
+        )
+        ended = []
+        for _ in range(2):
+            for step in range(num_steps[rank]):
+                if rank == 1 and step == stands_still:
+                    for _ in range(pause_s):
+                        group.tick()
+                train(model, opt, range(step, step + 1), rank)
+            if rank == 1 and stands_still == num_steps[1]:
+                for _ in range(pause_s):
+                    group.tick()
+            opt.finish(timeout_s=60.0)
+            ended.append(parameters_of(model))
+        return ended
+
+    first, second = lowcomm.simulate(worker, 2, link=LINK)
+    assert same(first, second)
+
+
+def test_of_a_group_of_three_the_others_go_on_together():
+    """When the third is late in round 1, and in rounds of two after it."""
+
+    def worker(rank, group):
+        x = nn.Parameter(torch.tensor([float(rank)]))
+        x.grad = torch.zeros(1)
+        opt = lowcomm.NoLoCo(
+            torch.optim.SGD([x], lr=1.0),
+            sync_every=2,
+            timeout_s=3.0,
+            init_sync=False,
+            peers=lambda round: [(0, 1, 2)] if round == 1 else [(0, 1)],
+        )
+        met = []
+        for step in range(8):
+            if rank == 2 and step == 3:
+                for _ in range(60):
+                    group.tick()
+            sent = opt.stats.bytes_sent
+            opt.step()
+            met.append(opt.stats.bytes_sent - sent > 72)
+        streams = opt.stats.streams.values()
+        assert opt.stats.bytes_sent == sum(stream.bytes_sent for stream in streams)
+        return met[1::2]
+
+    first, second, _ = lowcomm.simulate(worker, 3, link=LINK)
+    assert first == second
+    assert first[0] and all(first[2:])
+
+
+def test_a_run_resumes_after_a_round_was_declined(caplog):
+    """One is late in the first round; the second is declined, and still under way."""
+
+    def build():
+        model = network()
+        return model, lowcomm.NoLoCo(
+            model.parameters(), lr=0.01, sync_every=2, overlap=1, timeout_s=3.0
+        )
+
+    def worker(rank, group):
+        model, opt = build()
+        for step in range(4):
+            if rank == 1 and step == 1:
+                for _ in range(7):
+                    group.tick()
+            train(model, opt, range(step, step + 1), rank)
+        states = snapshot([model.state_dict(), opt.state_dict()])
+        train(model, opt, range(4, 9), rank)
+        return states
+
+    saved = lowcomm.simulate(worker, 2, link=LINK)
+    assert not any("finite" in record.getMessage() for record in caplog.records)
+
+    def resumed(rank, group):
+        model, opt = build()
+        model.load_state_dict(saved[rank][0])
+        opt.load_state_dict(saved[rank][1])
+        train(model, opt, range(4, 9), rank)
+        opt.finish(timeout_s=20.0)
+        return opt.stats.rounds, parameters_of(model)
+
+    first, second = lowcomm.simulate(resumed, 2)
+    assert same(first, second)
+
+
+def test_a_group_that_matches_by_order_is_refused():
+    group = alone()
+    group.matches_tags = False
+    lowcomm.DiLoCo(network().parameters(), sync_every=2, group=group)
+    with pytest.raises(ValueError, match="group must match messages by their tags"):
+        lowcomm.NoLoCo(network().parameters(), sync_every=2, group=group)
 
 
 def test_a_share_that_is_not_finite_is_left_out():

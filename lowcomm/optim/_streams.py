@@ -265,6 +265,7 @@ def parameter_mean(
     """The stream that replaces parameters by their mean; with a codec, by an anchor."""
     if codec is None:
         return AverageParameters("parameters", layout, schedule, peers=peers)
+    assert peers is everyone, "some would move their anchors, and others not"
     return AnchoredAverage("parameters", layout, schedule, device=device, codec=codec)
 
 

@@ -18,7 +18,7 @@ from lowcomm.optim._states import States
 from lowcomm.optim._streams import Anchored, parameter_mean
 from lowcomm.optim._wrapper import AbstractWrapper
 from lowcomm.sync.flat import Layout
-from lowcomm.sync.schedule import Periodic
+from lowcomm.sync.schedule import Periodic, check_decay, check_number
 from lowcomm.sync.stream import Stream
 
 
@@ -70,14 +70,10 @@ class DESLOC(AbstractWrapper):
         **common: Any,
     ) -> None:
         self.sync_every = check_periods(sync_every)
-        if outer_lr is not None and not outer_lr >= 0:
-            raise ValueError(f"outer_lr must be at least 0 or None, got {outer_lr=}.")
-        if not 0 <= outer_momentum < 1:
-            raise ValueError(
-                f"outer_momentum must be at least 0 and below 1, got {outer_momentum=}."
-            )
+        if outer_lr is not None:
+            check_number("outer_lr", outer_lr, float)
         self.outer_lr = outer_lr
-        self.outer_momentum = outer_momentum
+        self.outer_momentum = check_decay("outer_momentum", outer_momentum)
         super().__init__(params, **common)
 
     def _config(self) -> dict[str, Any]:

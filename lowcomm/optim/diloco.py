@@ -16,7 +16,7 @@ from lowcomm.optim._states import States
 from lowcomm.optim._streams import Anchored, Eager
 from lowcomm.optim._wrapper import AbstractWrapper
 from lowcomm.sync.flat import Layout, split
-from lowcomm.sync.schedule import check_number, check_period, staggered
+from lowcomm.sync.schedule import check_decay, check_number, check_period, staggered
 from lowcomm.sync.stream import Stream
 
 
@@ -84,12 +84,7 @@ class DiLoCo(AbstractWrapper):
     ) -> None:
         self.sync_every = check_period("sync_every", sync_every)
         self.outer_lr = outer_lr
-        check_number("outer_momentum", outer_momentum, float)
-        if not 0 <= outer_momentum < 1:
-            raise ValueError(
-                f"outer_momentum must be at least 0 and below 1, got {outer_momentum=}."
-            )
-        self.outer_momentum = outer_momentum
+        self.outer_momentum = check_decay("outer_momentum", outer_momentum)
         self.nesterov = nesterov
         self._first_outer_lr = self.outer_lr
         if local_mix is not None and not 0 <= local_mix <= 1:

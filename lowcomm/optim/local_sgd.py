@@ -54,15 +54,15 @@ class LocalSGD(AbstractWrapper):
         average_states: whether the inner optimizer's state tensors are averaged too.
         warmup_steps: so many rounds of one step come first (post-local SGD).
         levels: shorter periods for parts of the workers, as in `[(site, 2)]`: pairs of
-            this worker's site, as ranks or a process group, and its period. Of the
-            periods that are due, the longest wins. For sites with a fast network
+            this worker's site, as ranks, a process group or a mesh, and its period. Of
+            the periods that are due, the longest wins. For sites with a fast network
             inside and a slow one in between; without a codec.
         common: `group`, `overlap`, `codec`, `weight` and others of `AbstractWrapper`,
             and keywords of AdamW.
 
     Raises:
-        ValueError: if `sync_every` is less than 1.
-        PeerMismatch: if workers were built differently.
+        ValueError: if a period is less than 1, or settings exclude each other.
+        PeerMismatch: if workers were built differently, or their sites overlap.
     """
 
     def __init__(
@@ -108,7 +108,14 @@ class LocalSGD(AbstractWrapper):
                 f"levels must be None beside a QSR or a codec, got {levels=}: a code "
                 "is of the displacement from what all agree on, and sites do not."
             )
-        periods = [check_period("levels", period) for _, period in levels]
+        for i, level in enumerate(levels):
+            if not isinstance(level, Sequence) or len(level) != 2:
+                raise TypeError(
+                    f"levels[{i}] must be a site and its period, got {level!r}. Write "
+                    "levels=[((0, 1), 2)] for ranks 0 and 1 every 2 steps."
+                )
+            check_period(f"levels[{i}][1]", level[1])
+        periods = [period for _, period in levels]
         if len({*periods, self.sync_every}) <= len(periods) or (
             max(periods) > self.sync_every
         ):

@@ -17,9 +17,14 @@ from lowcomm.optim._outer import heavy_ball_
 from lowcomm.optim._states import States
 from lowcomm.optim._streams import OwnAnchored
 from lowcomm.optim._wrapper import AbstractWrapper
-from lowcomm.sync.flat import Chunk, Layout
+from lowcomm.sync.flat import Chunk, Flats, Layout
 from lowcomm.sync.peers import Listed, Pairs
-from lowcomm.sync.schedule import Periodic, check_number, check_period
+from lowcomm.sync.schedule import (
+    Periodic,
+    check_decay,
+    check_number,
+    check_period,
+)
 from lowcomm.sync.stream import Landing, Stream
 
 
@@ -38,10 +43,10 @@ class NoLoCo(AbstractWrapper):
     is no collective before `finish()`. A partner that is late costs `timeout_s`, one
     that is lost nothing; the step is taken alone.
 
-    Workers stay together for :math:`0 < \gamma < 2 (1 - \alpha^2)`, which is what
-    random pairs need whatever their number: beyond it, differences in directions
-    without curvature grow from round to round. For :math:`\alpha > 0.5` the range in
-    the paper is wider, and diverges in part.
+    Workers stay together for :math:`0 < \gamma < 2 (1 - \alpha^2)`, whatever their
+    number. With many of them it is the limit: beyond it, differences in directions
+    without curvature grow from round to round. (Few tolerate a little more. For
+    :math:`\alpha > 0.5` the range in the paper is wider, and diverges in part.)
 
     Cost: two copies of the parameters. In a round each worker sends :math:`S` bytes to
     its partner if :math:`\beta = \gamma`, since then :math:`\theta` says all; else, and
@@ -89,12 +94,7 @@ class NoLoCo(AbstractWrapper):
         **common: Any,
     ) -> None:
         self.sync_every = check_period("sync_every", sync_every)
-        check_number("outer_momentum", outer_momentum, float)
-        if not 0 <= outer_momentum < 1:
-            raise ValueError(
-                f"outer_momentum must be at least 0 and below 1, got {outer_momentum=}."
-            )
-        self.outer_momentum = outer_momentum
+        self.outer_momentum = check_decay("outer_momentum", outer_momentum)
         if gamma is not None:
             check_number("gamma", gamma, float)
         self.gamma = None if gamma == outer_lr else gamma
@@ -127,9 +127,9 @@ class NoLoCo(AbstractWrapper):
         if not 0 < gamma < limit:
             raise ValueError(
                 f"gamma must be above 0 and below 2 (1 - outer_momentum^2) = {limit:g},"
-                f" got {got} with outer_momentum={self.outer_momentum}. At the limit "
-                "and beyond, what random pairs differ by grows from round to round: "
-                "take a smaller gamma or a smaller outer_momentum."
+                f" got {got} with outer_momentum={self.outer_momentum}. Beyond, what "
+                "many workers differ by grows from round to round: take a smaller "
+                "gamma or a smaller outer_momentum."
             )
 
     def _config(self) -> dict[str, Any]:
@@ -143,22 +143,25 @@ class NoLoCo(AbstractWrapper):
         }
 
     def _streams(self, params: dict[str, Tensor], states: States) -> list[Stream]:
-        stream: dict[str, Any] = {
-            "layout": Layout(params),
-            "schedule": Periodic(self.sync_every, overlap=self._overlap),
-            "peers": Pairs(self.seed) if self.peers is None else Listed(self.peers),
-            "goes_alone": True,
-        }
-        anchored: dict[str, Any] = {
-            "name": "parameters",
-            "has_momentum": True,
-            "local_mix": 0.5 if self._overlap else 0.0,
-            "device": self._anchor_device,
-        }
-        if self.gamma is None and self._codec is None:
-            return [_Towards(self, self._outer_, **anchored, **stream)]
-        moved = _Moved(self, self._outer_, **anchored, **stream, codec=self._codec)
-        return [_Anchors(moved, **stream), moved]
+        layout, schedule = (
+            Layout(params),
+            Periodic(self.sync_every, overlap=self._overlap),
+        )
+        kind = _Towards if self.gamma is None and self._codec is None else _Moved
+        stream = kind(
+            self,
+            self._outer_,
+            "parameters",
+            layout,
+            schedule,
+            peers=Pairs(self.seed) if self.peers is None else Listed(self.peers),
+            goes_alone=True,
+            codec=self._codec,
+            has_momentum=True,
+            local_mix=0.5 if self._overlap else 0.0,
+            device=self._anchor_device,
+        )
+        return [stream] if isinstance(stream, _Towards) else [stream.anchors, stream]
 
     def _outer_(self, anchor: Tensor, delta: Tensor, momentum: Tensor | None) -> None:
         assert momentum is not None
@@ -187,18 +190,20 @@ class _Towards(OwnAnchored):
 
 
 class _Moved(OwnAnchored):
-    """The displacements, which are applied with the anchors that came before them."""
+    """The displacements, which are applied with the anchors that come before them."""
 
     def __init__(self, method: NoLoCo, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._method = method
-        self.companion: Stream | None = None
-        #: by chunk, the own anchor minus the mean one
-        self.pulls: dict[int, Tensor] = {}
+        self.anchors = _Anchors(self)
+
+    def launched_(self, shares: Flats, num_workers: int, *, finite: bool) -> bool:
+        self.anchors.pulls.clear()  # of a round that was not applied
+        return super().launched_(shares, num_workers, finite=finite)
 
     def _outer_step_(self, chunk: Chunk, delta: Tensor) -> None:
         delta = delta.to(self.anchor[chunk].device).mul_(self._method.outer_lr)
-        pull = self.pulls.pop(chunk.number, None)
+        pull = self.anchors.pulls.pop(chunk.number, None)
         if pull is not None:
             gamma = self._method.gamma
             delta.add_(pull, alpha=self._method.outer_lr if gamma is None else gamma)
@@ -208,8 +213,7 @@ class _Moved(OwnAnchored):
         self, tensors: Mapping[str, Tensor], starts: Mapping[str, Tensor]
     ) -> None:
         super().extend_(tensors, starts)
-        assert self.companion is not None
-        self.companion.layout = self.layout
+        self.anchors.layout = self.layout
 
 
 class _Anchors(Stream):
@@ -217,11 +221,18 @@ class _Anchors(Stream):
 
     is_round = False
 
-    def __init__(self, moved: _Moved, **kwargs: Any) -> None:
-        super().__init__("anchors", **kwargs)
+    def __init__(self, moved: _Moved) -> None:
+        super().__init__(
+            "anchors",
+            moved.layout,
+            moved.schedule,
+            peers=moved.peers,
+            goes_alone=moved.goes_alone,
+        )
         self._moved = moved
         self.last = moved.last
-        moved.companion = self
+        #: by chunk, the own anchor minus the mean one
+        self.pulls: dict[int, Tensor] = {}
 
     def share_(self, chunk: Chunk, out: Tensor) -> None:
         out.copy_(self._moved.anchor[chunk])
@@ -229,4 +240,4 @@ class _Anchors(Stream):
     def apply_(self, chunk: Chunk, result: Tensor, landing: Landing) -> None:
         anchor = self._moved.anchor[chunk]
         mean = result.to(anchor.device)
-        self._moved.pulls[chunk.number] = torch.sub(anchor, mean, out=mean)
+        self.pulls[chunk.number] = torch.sub(anchor, mean, out=mean)

@@ -15,7 +15,12 @@ from lowcomm.optim._states import States
 from lowcomm.optim._streams import Anchored
 from lowcomm.optim._wrapper import AbstractWrapper
 from lowcomm.sync.flat import Layout
-from lowcomm.sync.schedule import Periodic, check_period
+from lowcomm.sync.schedule import (
+    Periodic,
+    check_decay,
+    check_number,
+    check_period,
+)
 from lowcomm.sync.stream import Stream
 
 
@@ -62,14 +67,9 @@ class SlowMo(AbstractWrapper):
         **common: Any,
     ) -> None:
         self.sync_every = check_period("sync_every", sync_every)
-        if not slow_lr >= 0:
-            raise ValueError(f"slow_lr must be at least 0, got {slow_lr=}.")
-        if not 0 <= slow_momentum < 1:
-            raise ValueError(
-                f"slow_momentum must be at least 0 and below 1, got {slow_momentum=}."
-            )
+        check_number("slow_lr", slow_lr, float)
         self.slow_lr = slow_lr
-        self.slow_momentum = slow_momentum
+        self.slow_momentum = check_decay("slow_momentum", slow_momentum)
         super().__init__(params, **common)
 
     def _config(self) -> dict[str, Any]:

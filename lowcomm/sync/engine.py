@@ -124,6 +124,14 @@ class Engine:
         heal: Callable[[], None],
         check: Callable[[], None],
     ) -> None:
+        if not group.matches_tags:
+            for stream in streams:
+                if stream.peers is not everyone:
+                    raise ValueError(
+                        "group must match messages by their tags for rounds of some of "
+                        f"the workers, got one that does not for {stream.name!r}. "
+                        "Build it with gloo, which carries all devices' tensors."
+                    )
         self.group = group
         self.started = False
         self._talk = Talk(group, timeout_s, bucket_bytes)
@@ -635,6 +643,7 @@ class Engine:
                     "launched_at": progress.launched_at,
                     "settled_at": progress.settled_at,
                     "names": list(progress.stream.layout.specs),
+                    "agreed": progress.stream.agreed is not None,
                     "tensors": _state_of(progress.stream),
                 }
                 for progress in self._progress

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -336,28 +336,32 @@ def resolve_group(group: Any) -> Group:
 
 
 def ranks_of(site: Any, group: Group) -> tuple[int, ...]:
-    """The ranks within `group` that a part of it stands for, sorted.
+    """The ranks within `group` that a site in `levels` stands for, sorted.
 
     Args:
         site: ranks, a process group, or a one-dimensional device mesh.
         group: the whole.
+
+    Raises:
+        TypeError: if it is none of these.
+        ValueError: if its ranks are not among those of the group.
     """
-    if site is None:
-        raise TypeError(
-            "a site must be ranks or a process group, got None. The period of all "
-            "workers is sync_every."
-        )
     if isinstance(site, DeviceMesh):
         site = site.get_group()
     if isinstance(site, dist.ProcessGroup):
         ranks = dist.get_process_group_ranks(site)
         if isinstance(group, TorchGroup):
             ranks = [dist.get_group_rank(group._group, rank) for rank in ranks]
-    else:
+    elif isinstance(site, Iterable) and all(isinstance(rank, int) for rank in site):
         ranks = list(site)
+    else:
+        raise TypeError(
+            f"levels must have sites of ranks or process groups, got {site!r}. The "
+            "period of all workers is sync_every."
+        )
     members = group.members(0)
     if len(set(ranks)) < len(ranks) or not set(ranks) <= set(members):
         raise ValueError(
-            f"a site must hold different ranks among {members}, got {ranks}."
+            f"levels must have sites of different ranks among {members}, got {ranks}."
         )
     return tuple(sorted(ranks))

@@ -122,7 +122,8 @@ class Clock:
             rank: of the sender.
             num_bytes: size of the message.
             moment: in seconds.
-            beside: whether it is no matter of now, and takes no time from others.
+            beside: whether it is of an exchange that nobody waits for here, whose time
+                is not the worker's; it takes none from other messages.
         """
         if self._link is None:
             return moment, moment

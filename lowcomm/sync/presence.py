@@ -29,6 +29,7 @@ class Presence:
         self._finished: set[int] = set()
         #: exchanges that were not waited for, and the worker that has not answered
         self._unanswered: list[tuple[int, Task]] = []
+        self._announced: list[Wire] = []
         #: by worker, messages that are under way and that nobody waits for
         self._loose: dict[int, list[Handle]] = {}
 
@@ -46,7 +47,7 @@ class Presence:
         """Lets the others have their round without this worker."""
         header = Header.of_absent(step)
         self._talk.run(announce(wire, header, awaits=True))
-        self._keep(wire)
+        self._announced.append(wire)  # which runs when its turn has come
 
     def met(self, wire: Wire, outcome: Outcome) -> None:
         """An exchange has come to its end."""
@@ -87,7 +88,7 @@ class Presence:
                 self._talk.gone.add(peer)
         self._talk.setup_bytes += wire.bytes_sent
         self._keep(wire)
-        for peer in list(self._loose):
+        for peer in wire.others:
             self._settle(peer)
         self._finished.clear()
         self._unanswered.clear()
@@ -109,6 +110,9 @@ class Presence:
 
     def _settle(self, peer: int) -> None:
         """Frees messages that have arrived or left, as later ones have."""
+        for wire in [wire for wire in self._announced if wire.loose]:
+            self._announced.remove(wire)
+            self._keep(wire)
         for handle in self._loose.pop(peer, ()):
             if peer not in self._talk.gone:
                 with contextlib.suppress(SyncError):

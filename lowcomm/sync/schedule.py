@@ -223,6 +223,15 @@ def check_number(
         )
 
 
+def check_decay(name: str, value: object) -> float:
+    """Returns `value` if it can be what is left after a step, raises otherwise."""
+    check_number(name, value, float)
+    assert isinstance(value, int | float)
+    if not value < 1:
+        raise ValueError(f"{name} must be at least 0 and below 1, got {name}={value}.")
+    return value
+
+
 def check_period(name: str, period: object, *, least: int = 1) -> int:
     """Returns `period` if it counts inner steps, raises in its name otherwise."""
     if not isinstance(period, int) or isinstance(period, bool):
