@@ -1,5 +1,6 @@
 """NoLoCo: pairs, the range that keeps them together, rounds without a partner."""
 
+import atexit
 import os
 import signal
 import subprocess
@@ -412,7 +413,7 @@ def test_of_a_group_of_three_the_others_go_on_together():
                     group.tick()
             sent = opt.stats.bytes_sent
             opt.step()
-            met.append(opt.stats.bytes_sent - sent > 72)
+            met.append(opt.stats.bytes_sent - sent > 80)
         streams = opt.stats.streams.values()
         assert opt.stats.bytes_sent == sum(stream.bytes_sent for stream in streams)
         return met[1::2]
@@ -537,3 +538,61 @@ def test_when_one_of_four_stands_still_the_others_go_on_and_it_comes_back():
         assert losses[-1] < 0.5 * losses[16]
         assert same(ended, results[0][3])
     assert all(longest < 2.5 for _, longest, *_ in results[:3])
+
+
+def evaluate_after_a_death(rank, num_steps_after):
+    """Whoever was its partner meanwhile knows of it, the others do not."""
+    model = network(dtype=torch.float32)
+    opt = lowcomm.NoLoCo(model.parameters(), lr=0.01, sync_every=2, timeout_s=5.0)
+    train(model, opt, range(4), rank)
+    if rank == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(0.5)
+    train(model, opt, range(4, 4 + num_steps_after), rank)
+    failures = 0
+    for _ in range(3):
+        try:
+            with opt.global_parameters():
+                mean = parameters_of(model)
+        except lowcomm.SyncError:
+            failures += 1
+    train(model, opt, range(10, 16), rank)
+    opt.finish()
+    return failures, mean, parameters_of(model)
+
+
+@pytest.mark.workers
+@pytest.mark.parametrize("num_steps_after", [0, 2])
+def test_a_death_ends_an_evaluation_but_not_the_run(num_steps_after):
+    first, *others, _ = run_workers(
+        evaluate_after_a_death, 4, num_steps_after, may_die={3}
+    )
+    assert first[0] == 1
+    assert all(same(first, other) for other in others)
+
+
+def fork_with_an_exchange_abandoned(rank):
+    model = network(dtype=torch.float32)
+    opt = lowcomm.NoLoCo(model.parameters(), lr=0.01, sync_every=2, timeout_s=1.0)
+    train(model, opt, range(1), rank)
+    if rank == 1:
+        time.sleep(3)
+    train(model, opt, range(1, 2), rank)
+    code = None
+    if rank == 0:  # its partner is still to come
+        child = os.fork()
+        if child == 0:
+            atexit._run_exitfuncs()  # what is registered for the end
+            os._exit(0)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    train(model, opt, range(2, 6), rank)
+    opt.finish(timeout_s=20.0)
+    return code, parameters_of(model)
+
+
+@pytest.mark.workers
+@pytest.mark.filterwarnings("ignore:This process.*is multi-threaded")
+def test_a_child_ends_without_taking_the_connections_along():
+    first, second = run_workers(fork_with_an_exchange_abandoned, 2)
+    assert first[0] == 0
+    assert same(first[1], second[1])

@@ -25,6 +25,7 @@ from lowcomm.sync.codec import Codec, make_codec
 from lowcomm.sync.engine import Engine
 from lowcomm.sync.flat import Layout, check_device
 from lowcomm.sync.group import resolve_group
+from lowcomm.sync.mean import Robust
 from lowcomm.sync.schedule import (
     Periodic,
     check_number,
@@ -72,6 +73,10 @@ class AbstractWrapper(Optimizer):
             beside the parameters if None.
         weight: this worker's weight in the mean: "equal", "steps", or a function that
             returns it.
+        clip_shares: pseudo-gradients that are longer than so many times the median of
+            the workers' are shortened to it; None for no limit. Logged.
+        trim_shares: of each value of the pseudo-gradients, so many of the largest and
+            of the smallest workers' are left out of the mean, if there are more.
         buffers: a module or tensors. Floating buffers are averaged in each round,
             others are taken from rank 0.
         bucket_bytes: largest message, in bytes.
@@ -102,6 +107,8 @@ class AbstractWrapper(Optimizer):
         error_feedback: bool = False,
         anchor_device: torch.device | str | None = None,
         weight: str | Callable[[], float] = "equal",
+        clip_shares: float | None = None,
+        trim_shares: int = 0,
         buffers: nn.Module | Iterable[Tensor] | None = None,
         bucket_bytes: int = 4 << 20,
         timeout_s: float = 600.0,
@@ -126,6 +133,7 @@ class AbstractWrapper(Optimizer):
         self.inner = build_inner(
             params, inner, self._inner_class, type(self), AbstractWrapper
         )
+        self._robust = _check_robust(clip_shares, trim_shares, weight)
         self._weight = weight
         self._buffers = _named_buffers(buffers)
         self._bucket_bytes = bucket_bytes
@@ -174,6 +182,17 @@ class AbstractWrapper(Optimizer):
                 stream.residual = stream.layout.new()
         lasts = [stream.last for stream in streams if stream.last is not None]
         streams += dict.fromkeys(lasts)
+        if self._robust != Robust():
+            displacements = [stream for stream in streams if stream.compares]
+            if not displacements:
+                raise ValueError(
+                    "clip_shares and trim_shares must be left out with "
+                    f"{type(self).__name__}, got {self._robust}: its "
+                    "workers exchange no pseudo-gradients. Take DiLoCo, which with "
+                    "outer_lr=1 and outer_momentum=0 is Local SGD."
+                )
+            for stream in displacements:
+                stream.robust = self._robust
         if self._buffers:
             streams += self._buffer_streams(streams[0])
         self._evaluation = Average("evaluation", Layout(self._params), Periodic(0))
@@ -257,6 +276,8 @@ class AbstractWrapper(Optimizer):
             "overlap": self._overlap,
             "codec": repr(self._codec),
             "error_feedback": self._error_feedback,
+            "clip_shares": self._robust.clip,
+            "trim_shares": self._robust.trim,
             "weight": self._weight if isinstance(self._weight, str) else "a function",
             "workers": len(self._group.members(0)),
         }
@@ -602,6 +623,22 @@ class AbstractWrapper(Optimizer):
                 f"{what} must be called with the local parameters in the model, got a "
                 "call inside `global_parameters()`. Leave it first."
             )
+
+
+def _check_robust(clip: float | None, trim: int, weight: object) -> Robust:
+    if clip is not None:
+        check_number("clip_shares", clip, float)
+        if clip < 1:
+            raise ValueError(
+                f"clip_shares must be at least 1, got clip_shares={clip}: less would "
+                "shorten the median share too."
+            )
+    check_number("trim_shares", trim, int)
+    if trim and weight != "equal":
+        raise ValueError(
+            f"trim_shares must be 0 with weights, got {trim} with {weight=}."
+        )
+    return Robust(clip, trim)
 
 
 def _check_timeout(timeout_s: float) -> None:

@@ -6,7 +6,7 @@ https://arxiv.org/abs/1805.09767
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -72,7 +72,7 @@ class LocalSGD(AbstractWrapper):
         sync_every: int | QSR,
         average_states: bool = False,
         warmup_steps: int = 0,
-        levels: Sequence[tuple[Any, int]] | None = None,
+        levels: Iterable[tuple[Any, int]] | None = None,
         **common: Any,
     ) -> None:
         if isinstance(sync_every, QSR) and warmup_steps:
@@ -92,13 +92,13 @@ class LocalSGD(AbstractWrapper):
                 f"{common['anchor_device']!r}: there is no anchor."
             )
         self.average_states = average_states
-        self.levels = self._check_levels(levels or (), common.get("codec"))
+        self.levels = self._check_levels(list(levels or ()), common.get("codec"))
         super().__init__(params, **common)
         if self.levels:
             self._check_sites(self._engine.gather([site for site, _ in self.levels]))
 
     def _check_levels(
-        self, levels: Sequence[tuple[Any, int]], codec: Any
+        self, levels: list[tuple[Any, int]], codec: Any
     ) -> list[tuple[Any, int]]:
         """Returns the levels in order of their periods."""
         if not levels:

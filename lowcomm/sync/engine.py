@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from lowcomm.sync.errors import PeerLost, PeerMismatch, SyncError
-from lowcomm.sync.fingerprint import fingerprint
+from lowcomm.sync.fingerprint import fingerprint, number_of
 from lowcomm.sync.flat import Flats
 from lowcomm.sync.mean import (
     Header,
@@ -78,6 +78,7 @@ class _Pending:
     clock: int  # at the launch
     steps: int  # at the launch
     finite: bool
+    norm: float
     weight: float
     members: tuple[int, ...]
     partial: bool  # whether others may have rounds of their own at the same time
@@ -218,9 +219,9 @@ class Engine:
         # applying them, and taking them again while they are in the cache is faster.
         in_place = alone and not stream.schedule.overlap_at(self._clock)
         if in_place:
-            shares, finite = layout.scratch(), layout.is_finite()
+            shares, finite, norm = layout.scratch(), layout.is_finite(), 0.0
         else:
-            shares, finite = self._shares(stream)
+            shares, finite, norm = self._shares(stream)
         weight = 0.0
         if stream.counts(self.group.rank, members):
             weight = self._weight(self._stats.steps - progress.launched_at)
@@ -229,6 +230,7 @@ class Engine:
             clock=self._clock,
             steps=self._stats.steps,
             finite=finite or not stream.is_judged,
+            norm=norm,
             weight=weight,
             members=members,
             partial=partial,
@@ -255,19 +257,26 @@ class Engine:
         partial = progress.stream.goes_alone or members != self._talk.everyone()
         return self._presence.without_finished(members) if partial else members, partial
 
-    def _shares(self, stream: Stream) -> tuple[Flats, bool]:
-        """This worker's contribution, with what an earlier code owes; is it finite?"""
-        shares, sums = stream.layout.empty(), []
+    def _shares(self, stream: Stream) -> tuple[Flats, bool, float]:
+        """This worker's contribution, with what an earlier code owes.
+
+        Is it finite? And how long is it, if that is limited; else 0.
+        """
+        shares, sums, squares = stream.layout.empty(), [], []
         for chunk in stream.layout.chunks:
             stream.share_(chunk, out := shares[chunk])
             if stream.residual is not None:
                 out.add_(stream.residual[chunk])
             if out.is_floating_point():
                 sums.append(out.sum())
+            if stream.robust.clip is not None:
+                squares.append(out.dot(out))
+        norm = math.sqrt(sum(map(float, squares)))
         # A sum hides no inf and no NaN; over finite values it may overflow.
         if all(math.isfinite(total) for total in map(float, sums)):
-            return shares, True
-        return shares, all(bool(flat.isfinite().all()) for flat in shares.tensors)
+            return shares, True, norm
+        finite = all(bool(flat.isfinite().all()) for flat in shares.tensors)
+        return shares, finite, norm
 
     def _new_pending(
         self, progress: _Progress, *, in_place: bool = False, **launch: Any
@@ -463,12 +472,13 @@ class Engine:
         """The workers' mean of a stream that has no schedule; nothing is applied."""
         progress = self._find(cut_name(stream.name))
         stream.locate()
-        shares, finite = self._shares(stream)
+        shares, finite, norm = self._shares(stream)
         pending = self._new_pending(
             progress,
             clock=self._clock,
             steps=self._stats.steps,
             finite=finite,
+            norm=norm,
             weight=1.0,
             members=self._talk.everyone(),
             partial=False,
@@ -476,11 +486,27 @@ class Engine:
             shares=shares,
         )
         self._send(pending)
-        assert pending.task is not None
-        outcome: Outcome = self._talk.wait(pending.task)
-        self._talk.setup_bytes += outcome.bytes_sent
+        task = pending.task
+        assert task is not None
         progress.round += 1
+        try:
+            outcome: Outcome = task.wait(self._talk.timeout_s)
+        except SyncError as error:
+            if not self._goes_alone():
+                self._talk.end(error)
+            elif isinstance(error, PeerLost):  # rounds go on without it
+                others = [m for m in pending.members if m != self.group.rank]
+                self._presence.missed(task, others, error)
+            raise
+        self._talk.setup_bytes += outcome.bytes_sent
         return pending.results
+
+    def _scheduled(self) -> list[Stream]:
+        return [s for s in self.streams if not s.schedule.never]
+
+    def _goes_alone(self) -> bool:
+        """Whether no round needs everybody."""
+        return all(stream.goes_alone for stream in self._scheduled())
 
     def finish(self, timeout_s: float | None = None) -> None:
         """One last exchange of whatever has changed since its last one.
@@ -503,11 +529,10 @@ class Engine:
         self._check()
         self._resend()
         self._land_all(self._pending, settle=True)
-        scheduled = [p.stream for p in self._progress if not p.stream.schedule.never]
         # Once for each exchange that another may have under way with this worker.
-        times = sum(stream.peers is not everyone for stream in scheduled)
+        times = sum(stream.peers is not everyone for stream in self._scheduled())
         told = self._presence.tell_finished(times, self._clock) if times else None
-        is_served = not all(stream.goes_alone for stream in scheduled)
+        is_served = not self._goes_alone()
         if told and not is_served:  # nobody needs this worker meanwhile
             self._presence.await_finished(told, times, self._clock)
         headers = self._serve_until_finished()
@@ -655,6 +680,7 @@ class Engine:
                     "clock": pending.clock,
                     "steps": pending.steps,
                     "finite": pending.finite,
+                    "norm": pending.norm,
                     "weight": pending.weight,
                     "members": list(pending.members),
                     "partial": pending.partial,
@@ -682,13 +708,15 @@ class Engine:
         for saved in state["streams"].values():
             for kind, named in saved["tensors"].items():
                 tensors.setdefault(kind, {}).update(named)
+        rounds = [saved["round"] for saved in state["streams"].values()]
         for progress in self._progress:
             stream = progress.stream
             saved = state["streams"].get(stream.name, {})
             progress.plan(self._clock)
             if strict:
                 progress.due, progress.began = saved["due"], saved["began"]
-            progress.round = saved.get("round", 0)
+            # Streams that pair workers must do it alike.
+            progress.round = saved["round"] if strict else max(rounds, default=0)
             progress.launched_at = saved.get("launched_at", self._stats.steps)
             progress.settled_at = saved.get("settled_at", self._stats.steps)
             progress.verified = False
@@ -739,6 +767,7 @@ class Engine:
             # Alone nothing is sent, so nothing need be lost.
             codec=stream.codec if wire.others else None,
             compare=stream.compares,
+            robust=stream.robust,
         )
 
     def _header(self, pending: _Pending) -> Header:
@@ -758,6 +787,8 @@ class Engine:
             weight=pending.weight,
             agreed=agreed,
             tensors=stream.layout.fingerprint,
+            members=0 if pending.partial else number_of(repr(pending.members)),
+            norm=pending.norm,
         )
 
 
@@ -769,8 +800,11 @@ def _state_of(stream: Stream) -> dict[str, dict[str, Tensor]]:
 
 
 def _log_left_out(progress: _Progress, outcome: Outcome) -> None:
-    """Says whose shares were not finite."""
+    """Says whose shares were not finite, and whose were too long."""
+    round, stream = progress.round, progress.stream.name
     for rank, header in outcome.headers.items():
         if not header.contributes and not header.absent:
-            name = f"rank {rank}'s"
-            _log.warning(_NOT_FINITE, progress.round, progress.stream.name, name)
+            _log.warning(_NOT_FINITE, round, stream, f"rank {rank}'s")
+        if rank in outcome.factors:
+            words = "round %d of %r takes %.2g times rank %d's share: it is %.2g long"
+            _log.warning(words, round, stream, outcome.factors[rank], rank, header.norm)

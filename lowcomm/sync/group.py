@@ -6,13 +6,14 @@ import atexit
 import contextlib
 import itertools
 import logging
+import operator
 import os
 import queue
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -53,6 +54,7 @@ _threads: weakref.WeakKeyDictionary[
     threading.Thread, queue.SimpleQueue[_ThreadTask | None]
 ] = weakref.WeakKeyDictionary()
 _LAST_WAIT_S = 4.0
+_LONGEST_S = threading.TIMEOUT_MAX
 
 
 @atexit.register
@@ -65,12 +67,26 @@ def _end_threads() -> None:
             task.cancel()
     for thread in list(_threads):  # those that have not ended
         thread.join(max(0.0, deadline - time.monotonic()))
-        if thread.is_alive():
-            _log.error("the process ends with an exchange that others do not join")
+    for task in list(_running):
+        _log.error("the process ends with an exchange that others do not join")
+        task.cancel()
+    for thread in list(_threads):
+        thread.join(1.0)
+        if thread.is_alive():  # in a backend that knows no end of a wait
             for stream in (sys.__stdout__, sys.__stderr__):
                 if stream is not None:
                     stream.flush()
             os._exit(1)
+
+
+def _forget() -> None:
+    """In a child made by a fork there are neither the threads nor the connections."""
+    _running.clear()
+    _threads.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)
 
 
 class TorchGroup(Group):
@@ -214,7 +230,7 @@ class _TorchHandle:
 class _Pace:
     """How far a group's threads have come."""
 
-    messages: int = 0  # that have been waited for
+    at: float = 0.0  # when the last message came
     peer: int | None = None  # whose message is waited for
 
 
@@ -267,7 +283,7 @@ class _ThreadTask(Task):
                         self._pace.peer = handle.peer
                     handle.wait()
                     if not self.abandoned:
-                        self._pace.messages += 1
+                        self._pace.at = time.monotonic()
         except StopIteration as stop:
             self.outcome = stop.value
         except BaseException as error:
@@ -280,11 +296,12 @@ class _ThreadTask(Task):
     def wait(self, timeout_s: float) -> Any:
         # A long exchange is no silence: what counts is that messages come, be it for
         # one that is ahead in the queue.
-        before = self._pace.messages
-        while not self._done.wait(min(timeout_s, threading.TIMEOUT_MAX)):
-            if self._pace.messages == before:
+        since = time.monotonic()
+        while not self._done.wait(
+            min(max(since, self._pace.at) + timeout_s - time.monotonic(), _LONGEST_S)
+        ):
+            if time.monotonic() >= max(since, self._pace.at) + timeout_s:
                 raise no_answer(self._pace.peer, timeout_s)
-            before = self._pace.messages
         if self._error is not None:
             raise self._error
         return self.outcome
@@ -352,13 +369,14 @@ def ranks_of(site: Any, group: Group) -> tuple[int, ...]:
         ranks = dist.get_process_group_ranks(site)
         if isinstance(group, TorchGroup):
             ranks = [dist.get_group_rank(group._group, rank) for rank in ranks]
-    elif isinstance(site, Iterable) and all(isinstance(rank, int) for rank in site):
-        ranks = list(site)
     else:
-        raise TypeError(
-            f"levels must have sites of ranks or process groups, got {site!r}. The "
-            "period of all workers is sync_every."
-        )
+        try:
+            ranks = [operator.index(rank) for rank in site]
+        except TypeError:
+            raise TypeError(
+                f"levels must have sites of ranks or process groups, got {site!r}. The "
+                "period of all workers is sync_every."
+            ) from None
     members = group.members(0)
     if len(set(ranks)) < len(ranks) or not set(ranks) <= set(members):
         raise ValueError(

@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import itertools
 import math
+import statistics
 import struct
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +26,7 @@ from torch import Tensor
 
 from lowcomm.sync.codec import Codec
 from lowcomm.sync.errors import PeerMismatch
+from lowcomm.sync.fingerprint import number_of
 from lowcomm.sync.seam import Exchange, Group, Handle
 
 #: Slices begin at multiples of this many values: kernels give other bits for what is
@@ -34,7 +37,7 @@ ALIGN = 16
 #: a few per cent of it on loopback.
 DEPTH = 4
 
-_HEADER = struct.Struct("<24sqqqdqq")
+_HEADER = struct.Struct("<24sqqqdqqqd")
 HEADER_BYTES = _HEADER.size
 
 
@@ -50,6 +53,8 @@ class Header(NamedTuple):
         weight: of its share in the mean.
         agreed: fingerprint of the values that must be equal on all workers.
         tensors: fingerprint of the tensors' names, kinds and order.
+        members: fingerprint of who takes part, where all must.
+        norm: Euclidean length of its share, where that is limited.
     """
 
     stream: str
@@ -59,6 +64,8 @@ class Header(NamedTuple):
     weight: float
     agreed: int
     tensors: int
+    members: int = 0
+    norm: float = 0.0
 
     @classmethod
     def of_finished(cls, step: int) -> Header:
@@ -86,7 +93,7 @@ class Header(NamedTuple):
         return self.absent and not self.round
 
     def pack(self) -> Tensor:
-        """The header as uint8, shape `(72,)`."""
+        """The header as uint8, shape `(88,)`."""
         packed = _HEADER.pack(self.stream.encode(), *self[1:])
         return torch.frombuffer(bytearray(packed), dtype=torch.uint8)
 
@@ -119,12 +126,7 @@ class Wire:
         partial: bool = False,
     ) -> None:
         self.group = group
-        self.members = tuple(members)
         self.partial = partial
-        # In the order of sending. Each begins with its next one, so that not all
-        # send to the same worker at a time.
-        mine = self.members.index(group.rank)
-        self.others = self.members[mine + 1 :] + self.members[:mine]
         self.bytes_sent = 0
         #: messages that nobody waits for here: others take and send them in their time
         self.loose: list[Handle] = []
@@ -133,7 +135,8 @@ class Wire:
         # the same exchange must not have the same tags; their headers tell them. Lanes
         # count from 1, so small tags remain for others' use.
         self._lane = (lane % 15 + 1) << 27
-        self._exchange = self._lane | (exchange % ((1 << 21) - 1)) << 6
+        self._number = exchange
+        self.narrow(members)
 
     @property
     def header_tag(self) -> int:
@@ -143,9 +146,15 @@ class Wire:
         return self._lane | ((1 << 21) - 1) << 6 | self.partial << 1
 
     def narrow(self, members: Sequence[int]) -> None:
-        """Goes on without the other members."""
+        """Takes these members, before anything but headers has been sent."""
         self.members = tuple(members)
-        self.others = tuple(peer for peer in self.others if peer in members)
+        # In the order of sending. Each begins with its next one, so that not all
+        # send to the same worker at a time.
+        mine = self.members.index(self.group.rank)
+        self.others = self.members[mine + 1 :] + self.members[:mine]
+        # Slices depend on who takes part.
+        number = number_of(f"{self._number} {self.members}") % ((1 << 21) - 1)
+        self._exchange = self._lane | number << 6
 
     def tag(self, bucket: int, phase: int) -> int:
         """The tag of a bucket's shares (phase 0) or finished slices (phase 1)."""
@@ -175,12 +184,38 @@ class Outcome(NamedTuple):
         bytes_sent: by this worker.
         likeness: of this worker's share to the mean; None if it was not asked for, or
             is not in the mean.
+        factors: to which shares were shortened, by rank.
     """
 
     headers: dict[int, Header]
     included: tuple[int, ...]
     bytes_sent: int
     likeness: Likeness | None = None
+    factors: Mapping[int, float] = MappingProxyType({})
+
+
+class Robust(NamedTuple):
+    """What keeps a few bad shares from spoiling a mean.
+
+    Args:
+        clip: longer shares are shortened to so many times the median length; None for
+            no limit.
+        trim: of each value, so many of the smallest and of the largest are left out.
+    """
+
+    clip: float | None = None
+    trim: int = 0
+
+    def factors(self, norms: Mapping[int, float]) -> dict[int, float]:
+        """To which shares are shortened, by rank; those that are not are left out.
+
+        >>> Robust(clip=2.0).factors({0: 1.0, 1: 1.0, 2: 8.0})
+        {2: 0.25}
+        """
+        if self.clip is None or not norms:
+            return {}
+        limit = self.clip * statistics.median(norms.values())
+        return {rank: limit / norm for rank, norm in norms.items() if norm > limit > 0}
 
 
 class Likeness(NamedTuple):
@@ -293,6 +328,7 @@ def check_headers(headers: dict[int, Header], name: str) -> None:
             ("round", "be in the same round"),
             ("step", "have taken the same number of steps"),
             ("tensors", "hold the same tensors"),
+            ("members", "agree on who is lost"),
             ("agreed", "agree on the last synchronized values"),
         ):
             mine, theirs = getattr(one, field), getattr(other, field)
@@ -330,6 +366,7 @@ class Job(NamedTuple):
         lost: of the shares' shapes, updated with what the codec lost of them; or None.
         compare: whether the shares' likeness to the mean is wanted.
         staged: done when the shares may be read; None if they may be at once.
+        robust: how the mean is kept from bad shares.
     """
 
     name: str
@@ -340,6 +377,7 @@ class Job(NamedTuple):
     lost: Sequence[Tensor] | None = None
     compare: bool = False
     staged: Handle | None = None
+    robust: Robust = Robust()
 
 
 def mean_(wire: Wire, job: Job, mine: Header) -> Generator[Handle, None, Outcome]:
@@ -379,9 +417,11 @@ def _finish(
     pipeline: _Pipeline, wire: Wire, job: Job, headers: dict[int, Header]
 ) -> Generator[Handle, None, Outcome]:
     included = counted(headers)
-    yield from pipeline.run({rank: headers[rank].weight for rank in included})
+    factors = job.robust.factors({rank: headers[rank].norm for rank in included})
+    weights = {rank: headers[rank].weight for rank in included}
+    yield from pipeline.run(weights, factors)
     likeness = pipeline.likeness if wire.group.rank in included else None
-    return Outcome(headers, included, wire.bytes_sent, likeness)
+    return Outcome(headers, included, wire.bytes_sent, likeness, factors)
 
 
 def broadcast_(
@@ -395,7 +435,7 @@ def broadcast_(
     check_headers((yield from handshake(wire, mine)), mine.stream)
     job = Job("broadcast", flats, flats, bucket_bytes)
     source = wire.members[:1]
-    yield from _Pipeline(wire, job, source).run({source[0]: 1.0})
+    yield from _Pipeline(wire, job, source).run({source[0]: 1.0}, {})
     return wire.bytes_sent
 
 
@@ -419,6 +459,7 @@ class _Pipeline:
         self._codec = job.codec
         self._mean_codec = job.codec and job.codec.of_mean(len(wire.members))
         self._compare = job.compare
+        self._trim = job.robust.trim
         blocks = [c.block for c in (self._codec, self._mean_codec) if c is not None]
         align = math.lcm(ALIGN, *blocks)
         num = len(wire.members)
@@ -447,12 +488,17 @@ class _Pipeline:
             self._share(bucket)
         self._sharing += buckets
 
-    def run(self, weights: dict[int, float]) -> Exchange:
-        """Finishes all buckets with the mean under these weights, by rank."""
+    def run(self, weights: dict[int, float], factors: dict[int, float]) -> Exchange:
+        """Finishes all buckets with the mean under these weights, by rank.
+
+        Args:
+            weights: of the shares that count.
+            factors: by which some of these are multiplied.
+        """
         self.fill()
         while self._sharing:
             bucket = self._sharing.popleft()
-            yield from self._reduce(bucket, weights)
+            yield from self._reduce(bucket, weights, factors)
             self._gathering.append(bucket)
             self.fill()
             if len(self._gathering) > DEPTH:
@@ -505,7 +551,9 @@ class _Pipeline:
             elif codes.numel():
                 bucket.leaving.append(wire.send(peer, codes, tag))
 
-    def _reduce(self, bucket: _Bucket, weights: dict[int, float]) -> Exchange:
+    def _reduce(
+        self, bucket: _Bucket, weights: dict[int, float], factors: dict[int, float]
+    ) -> Exchange:
         """Finishes the own slice, receives the others', sends it to all."""
         wire, mine = self._wire, bucket.results[self._me]
         yield from bucket.arriving
@@ -516,7 +564,14 @@ class _Pipeline:
                 for rank in weights
             }
             mean = self._room_for_mean(mine, shares)
-            mean_of_([*shares.values()], [*weights.values()], out=mean)
+            counted = [
+                share * factors[rank] if rank in factors else share
+                for rank, share in shares.items()
+            ]
+            if self._trim and len(counted) > 2 * self._trim:
+                trimmed_mean_(counted, self._trim, out=mean)
+            else:
+                mean_of_(counted, [*weights.values()], out=mean)
             if self._compare:
                 self._measure(shares, mean)
         else:
@@ -642,6 +697,18 @@ def mean_of_(shares: Sequence[Tensor], weights: Sequence[float], out: Tensor) ->
         torch.add(first * factors[0], rest[0], alpha=factors[1], out=out)
         for share, factor in zip(rest[1:], factors[2:], strict=True):
             out.add_(share, alpha=factor)
+
+
+def trimmed_mean_(shares: Sequence[Tensor], trim: int, out: Tensor) -> None:
+    """The mean of what is left of each value without the extremes, into `out`.
+
+    >>> out = torch.empty(1)
+    >>> trimmed_mean_([torch.tensor([x]) for x in (9e9, 1.0, 3.0, -9e9)], 1, out)
+    >>> out
+    tensor([2.])
+    """
+    ordered = torch.stack([*shares]).sort(dim=0).values
+    torch.mean(ordered[trim : len(shares) - trim], dim=0, out=out)
 
 
 def _bounds(flat: Tensor, bucket_bytes: int, align: int) -> Iterator[tuple[int, int]]:

@@ -63,7 +63,13 @@ class Listed:
     def __call__(
         self, members: tuple[int, ...], rank: int, round: int, step: int
     ) -> tuple[int, ...]:
-        for group in self.groups(round):
+        groups = self.groups(round)
+        if not isinstance(groups, Sequence):
+            raise TypeError(
+                f"peers must return groups of ranks, got {groups!r} for round {round}. "
+                "Return a list such as [(0, 1), (2, 3)]."
+            )
+        for group in groups:
             if rank in group:
                 return tuple(member for member in members if member in group)
         return (rank,)

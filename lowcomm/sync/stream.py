@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lowcomm.sync.codec import Codec
 from lowcomm.sync.flat import Chunk, Flats, Layout
+from lowcomm.sync.mean import Robust
 from lowcomm.sync.peers import Peers, everyone
 from lowcomm.sync.schedule import Schedule
 
@@ -50,6 +51,8 @@ class Stream(ABC):
     agreed: Flats | None = None
     #: what the codec has lost so far and is owed to the next share; None if forgotten
     residual: Flats | None = None
+    #: what keeps bad shares from spoiling the mean
+    robust = Robust()
     #: False for what only accompanies a round, such as buffers
     is_round = True
     #: whether a value that is not finite keeps a share out of the mean

@@ -87,11 +87,11 @@ class World:
 
     def wait(self, rank: int, task: _TurnTask, timeout_s: float) -> None:
         """Lets others run until the task is done."""
-        task.deadline = self.clock.now(rank) + timeout_s
+        task.await_from(self.clock.now(rank), timeout_s)
         while True:
             self._pump()
             self.clock.mark()
-            if task.is_late or (task.done and task.time > task.deadline):
+            if task.is_late:
                 self.clock.wait_until(rank, task.deadline)
                 raise no_answer(task.peer, timeout_s)
             if task.done:
@@ -278,6 +278,8 @@ class _TurnTask(Task):
         self.done = False
         self.deadline = math.inf
         self.abandoned = False
+        self._timeout_s = math.inf
+        self._times: list[float] = []  # at which messages came, later and later
         self._error: BaseException | None = None
 
     @property
@@ -288,14 +290,24 @@ class _TurnTask(Task):
     def failed(self) -> bool:
         return self._error is not None
 
+    def await_from(self, moment: float, timeout_s: float) -> None:
+        """From a moment on, messages must not be further apart than a timeout."""
+        self._timeout_s = timeout_s
+        self.deadline = moment + timeout_s
+        for time in self._times:
+            if moment < time <= self.deadline:
+                self.deadline = time + timeout_s
+
     @property
     def is_late(self) -> bool:
-        """Whether what it waits for comes after its deadline."""
+        """Whether a message has come, or comes, after the deadline."""
+        if self._times and self._times[-1] > self.deadline:
+            return True
         awaited = self._awaited
         return awaited is not None and awaited.ready() and awaited.time > self.deadline
 
     def abandon(self) -> None:
-        self.abandoned, self.deadline = True, math.inf
+        self.abandoned, self.deadline, self._timeout_s = True, math.inf, math.inf
 
     @property
     def peer(self) -> int | None:
@@ -310,7 +322,7 @@ class _TurnTask(Task):
                     if self.is_late:
                         break
                     if self._awaited is not None:
-                        self.time = max(self.time, self._awaited.time)
+                        self._take(self._awaited.time)
                     self._awaited = next(self._exchange)
                     moved = True
         except StopIteration as stop:
@@ -318,6 +330,13 @@ class _TurnTask(Task):
         except BaseException as error:
             self.done, self._error, moved = True, error, True
         return moved
+
+    def _take(self, moment: float) -> None:
+        """A message has come."""
+        if moment > self.time:
+            self._times.append(moment)
+            self.deadline = max(self.deadline, moment + self._timeout_s)
+            self.time = moment
 
     def wait(self, timeout_s: float) -> Any:
         self._world.wait(self.rank, self, timeout_s)
