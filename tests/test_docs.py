@@ -12,7 +12,8 @@ from lowcomm.optim._wrapper import AbstractWrapper
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 METHODS = DOCS / "methods"
-PAGES = sorted(DOCS.rglob("*.md"))
+READMES = [ROOT / "README.md", ROOT / "recipes" / "README.md"]
+PAGES = sorted(DOCS.rglob("*.md")) + READMES
 METHOD_PAGES = sorted(page for page in METHODS.glob("*.md") if page.stem != "README")
 
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -22,11 +23,13 @@ FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 
 
 def name_of(page: Path) -> str:
-    return str(page.relative_to(DOCS))
+    return str(page.relative_to(ROOT))
 
 
 def blocks():
     for page in PAGES:
+        if page in READMES:  # which show parts of programs
+            continue
         text = page.read_text()
         for match in BLOCK.finditer(text):
             line = text[: match.start()].count("\n") + 1
