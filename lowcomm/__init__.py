@@ -4,6 +4,7 @@ A worker trains for some steps by itself, then exchanges something small with th
 others. Take `torch.optim.AdamW` out, put `lowcomm.DiLoCo` in, launch with `torchrun`.
 """
 
+from lowcomm.checkpoint import Checkpointer
 from lowcomm.optim.adopt import ADOPT
 from lowcomm.optim.desloc import DESLOC, half_life
 from lowcomm.optim.diloco import DiLoCo
@@ -19,6 +20,7 @@ from lowcomm.sync.schedule import QSR
 
 __all__ = [
     "ADOPT",
+    "Checkpointer",
     "DESLOC",
     "DiLoCo",
     "Link",

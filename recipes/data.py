@@ -244,10 +244,13 @@ class Batches:
     def __next__(self) -> Tensor:
         batch = self.peek()
         self._index += self._stride
-        # The last windows that do not make a step of every worker are left out.
+        self._end_epoch()
+        return batch
+
+    def _end_epoch(self) -> None:
+        """Leaves out the last windows, if they do not make a step of every worker."""
         if self._index + self._stride > self._num_windows:
             self._start_at(self._epoch + 1, index=0)
-        return batch
 
     def state_dict(self) -> dict[str, int]:
         return {"epoch": self._epoch, "index": self._index, **self._identity()}
@@ -260,6 +263,7 @@ class Batches:
                     f"data, got {mine} with {state[name]} in the checkpoint."
                 )
         self._start_at(state["epoch"], state["index"])
+        self._end_epoch()  # with more workers a step takes more windows
 
     def _identity(self) -> dict[str, int]:
         """What a position means nothing without."""

@@ -3,6 +3,11 @@
     torchrun --nproc-per-node=2 recipes/pretrain.py demo --method diloco
     python recipes/pretrain.py smoke                    # alone, by the same path
 
+    # saves, and goes on by itself when a worker was lost
+    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+    torchrun --nproc-per-node=2 --max-restarts=3 recipes/pretrain.py demo \\
+        --save-every 100 --resume
+
 Runs are in runs.py; `--help` lists what can be overridden. Nothing is downloaded: the
 model starts from random weights, the default text is Python's own standard library.
 """
@@ -10,8 +15,11 @@ model starts from random weights, the default text is Python's own standard libr
 import hashlib
 import math
 import os
+import signal
 import sys
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +27,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from baseline import DDPAdamW
-from checkpoints import Checkpoints
 from data import Batches, Corpus, load_corpus, validation_windows
 from report import Report
 from runs import Config, configure
@@ -30,6 +37,13 @@ from torch.optim.lr_scheduler import LambdaLR
 import lowcomm
 
 FINAL_LR = 0.1  # of the peak
+ENDED_BY_SIGTERM = 128 + signal.SIGTERM  # the usual exit status; torchrun starts again
+
+# What may differ when a run is resumed.
+MAY_DIFFER = {
+    "num_steps", "data", "cache", "out", "log_every", "eval_every", "eval_windows",
+    "save_every", "resume",
+}  # fmt: skip
 
 
 # -------------------------------------------------------------------------------------
@@ -148,10 +162,24 @@ def join_workers() -> torch.device:
         device, backend = torch.device("cuda", local_rank()), "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(device)
     if "WORLD_SIZE" in os.environ:
+        check_restarts(os.environ)
         dist.init_process_group(backend)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     return device
+
+
+def check_restarts(environ: Mapping[str, str]) -> None:
+    """Workers that start again must not find addresses of those that have ended.
+
+    https://github.com/pytorch/pytorch/issues/167288
+    """
+    restarts = int(environ.get("TORCHELASTIC_MAX_RESTARTS", 0))
+    if restarts and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        raise ValueError(
+            "torchrun must give each start a store of its own, got --max-restarts="
+            f"{restarts} with one for all. Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1."
+        )
 
 
 def local_rank() -> int:
@@ -199,19 +227,65 @@ def check_shards_differ(batches: Batches) -> None:
 
 
 # -------------------------------------------------------------------------------------
+# What is saved, and when besides every `save_every` steps
+
+
+class LossSum:
+    """The training loss of the steps since the last line of metrics."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.value = torch.zeros((), device=device)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        self.value.copy_(state["value"])
+
+
+class Notice:
+    """SIGTERM, which comes some time before the machine is taken away."""
+
+    def __init__(self) -> None:
+        self._came = False
+        signal.signal(signal.SIGTERM, self._take)
+
+    def _take(self, *_: object) -> None:
+        self._came = True
+
+    def came_to_anybody(self) -> bool:
+        """All workers ask at the same steps, and so save the same one."""
+        came = torch.tensor(int(self._came))
+        dist.all_reduce(came, dist.ReduceOp.MAX)
+        return bool(came)
+
+
+def check_is_new(directory: Path) -> None:
+    steps = sorted(path.name for path in directory.glob("step-*"))
+    if steps:
+        raise ValueError(
+            f"out must hold no checkpoints of an earlier run, got {steps[-1]} in "
+            f"{directory}. Go on from it with --resume, or choose another --out."
+        )
+
+
+def settings(config: Config, corpus: Corpus) -> dict[str, Any]:
+    """What must be the same when the run is resumed."""
+    same = {k: v for k, v in asdict(config).items() if k not in MAY_DIFFER}
+    return {"corpus": corpus.key, **same}
+
+
+# -------------------------------------------------------------------------------------
 # The loop
 
 
-def train(config: Config, device: torch.device) -> None:
+def train(config: Config, device: torch.device) -> bool:
+    """Trains to the end, or until SIGTERM; says whether it was the end."""
     rank, world = dist.get_rank(), dist.get_world_size()
     out = config.out or Path("out", config.name, config.method)
-    checkpoints = Checkpoints(out / "checkpoints")
-    start = checkpoints.newest
-    if start and not config.resume:
-        raise ValueError(
-            f"out must hold no checkpoints of an earlier run, got one of step {start} "
-            f"in {out}. Go on from it with --resume, or choose another --out."
-        )
+    if not config.resume:
+        check_is_new(out / "checkpoints")
+    notice = Notice() if config.save_every else None
 
     corpus = prepare_corpus(config)
     batches = Batches(
@@ -233,24 +307,23 @@ def train(config: Config, device: torch.device) -> None:
     scheduler = build_scheduler(config, optimizer)
     torch.manual_seed(config.seed + 1 + rank)  # equal weights, but noise of its own
 
-    loss_sum = torch.zeros((), device=device)  # of the steps since the last metrics
-    parts = {
-        "model": model,
-        "optimizer": optimizer,
-        "scheduler": scheduler,
-        "batches": batches,
-    }
-    if start:
-        saved = checkpoints.load()
-        loss_sum.copy_(saved["loss_sum"])
-        for name, part in parts.items():
-            part.load_state_dict(saved[name])
+    loss_sum = LossSum(device)
+    checkpoints = lowcomm.Checkpointer(
+        out / "checkpoints",
+        config=settings(config, corpus),
+        model=model,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        batches=batches,
+        loss=loss_sum,
+    )
+    start = checkpoints.load() if config.resume else 0
 
     report = None
     if rank == 0:
         parameters = sum(parameter.numel() for parameter in model.parameters())
         report = Report(out, config, workers=world, parameters=parameters, start=start)
-    with report or nullcontext():
+    with report or nullcontext(), checkpoints:
         for step in range(start + 1, config.num_steps + 1):
             for micro_step in range(1, config.accumulate + 1):
                 windows = next(batches).to(device)
@@ -258,7 +331,7 @@ def train(config: Config, device: torch.device) -> None:
                 with nullcontext() if last else without_exchange(network):
                     loss = loss_of(network, windows, config) / config.accumulate
                     loss.backward()
-                loss_sum += loss.detach()
+                loss_sum.value += loss.detach()
             nn.utils.clip_grad_norm_(model.parameters(), config.clip_norm)
             optimizer.step()
             optimizer.zero_grad()
@@ -270,22 +343,29 @@ def train(config: Config, device: torch.device) -> None:
                 optimizer.finish()
             if done or step % config.log_every == 0:
                 num_steps = (step - 1) % config.log_every + 1  # since the last metrics
-                train_loss = mean_over_workers(loss_sum / num_steps)
-                loss_sum.zero_()
+                train_loss = mean_over_workers(loss_sum.value / num_steps)
+                loss_sum.value.zero_()
                 val_loss = None
                 if done or (config.eval_every and step % config.eval_every == 0):
                     val_loss = evaluate(model, optimizer, validation, config)
                 if report:
                     report.line(step, train_loss, val_loss, lr, optimizer.stats)
-            if config.save_every and step % config.save_every == 0:
-                state = {name: part.state_dict() for name, part in parts.items()}
-                checkpoints.save(step, {"loss_sum": loss_sum, **state})
+            asks = notice is not None and step % config.sync_every == 0
+            stops = asks and notice.came_to_anybody()
+            if stops or (config.save_every and step % config.save_every == 0):
+                checkpoints.save(step)
+            if stops:
+                return done
+    return True
 
 
 def main() -> None:
     config = configure(sys.argv[1:], quiet=os.environ.get("RANK", "0") != "0")
-    train(config, join_workers())
+    is_done = train(config, join_workers())
+    dist.barrier()  # torchrun ends the others soon after the first one has ended
     dist.destroy_process_group()
+    if not is_done:
+        sys.exit(ENDED_BY_SIGTERM)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ ROOT = Path(__file__).parent.parent
 
 NAMES = [
     "ADOPT",
+    "Checkpointer",
     "DESLOC",
     "DiLoCo",
     "Link",

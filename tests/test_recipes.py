@@ -1,13 +1,16 @@
-"""The recipes: data and checkpoints by themselves, then runs, launched as users do.
+"""The recipes: their data by itself, then runs, launched as users do.
 
 Whole runs take seconds, nearly all of it imports. So there are few, each checking much.
 """
 
+import contextlib
+import dataclasses
 import importlib
 import json
 import os
 import random
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -274,6 +277,20 @@ def test_two_resumes_change_nothing(recipe):
     assert read == uninterrupted
 
 
+def test_more_workers_go_on_from_the_position_of_fewer(recipe):
+    """Of 23 windows one worker has read 18, and 6 for two are not left: a new epoch."""
+    data = recipe("data")
+    alone = make_batches(data, world=1)
+    first_tokens(alone, 6)
+    two = [make_batches(data, rank) for rank in range(2)]
+    for batches in two:
+        batches.load_state_dict(alone.state_dict())
+    read = [first_tokens(batches, 1)[0] for batches in two]
+    assert [len(batch) for batch in read] == [3, 3]
+    first_tokens(alone, 1)
+    assert sorted(sum(read, [])) == sorted(sum(first_tokens(alone, 2), []))
+
+
 def test_peeking_moves_nothing(recipe):
     batches = make_batches(recipe("data"))
     assert torch.equal(batches.peek(), batches.peek())
@@ -318,54 +335,39 @@ def test_workers_that_read_the_same_are_found_out():
 
 
 # -------------------------------------------------------------------------------------
-# Checkpoints and metrics
+# Resuming
 
 
-def save_some(rank, recipes, folder):
-    sys.path.insert(0, recipes)
-    checkpoints = importlib.import_module("checkpoints")
-    mine = checkpoints.Checkpoints(folder)
-    assert mine.newest == 0
-    for step in (5, 10, 15):
-        mine.save(step, {"value": torch.tensor(step + rank)})
-    drawn = torch.rand(1).item(), np.random.rand(), random.random()
-    # As if rank 1 had been killed before it had saved step 15.
-    if rank == 1:
-        mine._path(15).rename(mine._path(15).with_suffix(".unfinished"))
-    torch.distributed.barrier()
-
-    found = checkpoints.Checkpoints(folder)
-    state = found.load()
-    again = torch.rand(1).item(), np.random.rand(), random.random()
-    assert again == drawn
-    return found.newest, state["value"].item(), found._steps()
+def test_a_new_run_leaves_the_checkpoints_of_another_alone(recipe, tmp_path):
+    check_is_new = recipe("pretrain").check_is_new
+    check_is_new(tmp_path / "not there")
+    check_is_new(tmp_path)
+    (tmp_path / "step-00000005").mkdir()
+    with pytest.raises(ValueError, match="no checkpoints.*step-00000005.*--resume"):
+        check_is_new(tmp_path)
 
 
-def open_some(rank, recipes, folder):
-    sys.path.insert(0, recipes)
-    importlib.import_module("checkpoints").Checkpoints(folder)
+def test_restarts_that_would_find_old_addresses_are_refused(recipe):
+    check = recipe("pretrain").check_restarts
+    shared = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+    check({})
+    check({**shared, "TORCHELASTIC_MAX_RESTARTS": "0"})
+    check({"TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_USE_AGENT_STORE": "False"})
+    with pytest.raises(ValueError, match=r"restarts=3.*Set TORCH_DISABLE_SHARE_RDZV"):
+        check({**shared, "TORCHELASTIC_MAX_RESTARTS": "3"})
 
 
-@pytest.mark.workers
-def test_the_newest_checkpoint_is_one_that_all_have(tmp_path):
-    results = run_workers(save_some, 2, str(RECIPES), tmp_path)
-    assert results == [(10, 10, [10]), (10, 11, [10])]
-    with pytest.raises(ValueError, match="number of workers.*got 3"):
-        run_workers(open_some, 3, str(RECIPES), tmp_path)
-
-
-def start_over(rank, recipes, out):
-    sys.path.insert(0, recipes)
-    checkpoints = importlib.import_module("checkpoints")
-    checkpoints.Checkpoints(out / "checkpoints").save(5, {})
-    config = importlib.import_module("runs").Config("smoke", out=out)
-    importlib.import_module("pretrain").train(config, torch.device("cpu"))
-
-
-@pytest.mark.workers
-def test_a_new_run_leaves_the_checkpoints_of_another_alone(tmp_path):
-    with pytest.raises(ValueError, match="no checkpoints.*step 5.*--resume"):
-        run_workers(start_over, 2, str(RECIPES), tmp_path)
+def test_what_makes_a_run_must_be_the_same_when_it_is_resumed(recipe):
+    settings, runs, data = recipe("pretrain").settings, recipe("runs"), recipe("data")
+    config = runs.smoke()
+    corpus = data.Corpus("key", TOKENS, TOKENS)
+    mine = settings(config, corpus)
+    assert mine == json.loads(json.dumps(mine))
+    other = dataclasses.replace(config, out=Path("x"), num_steps=9, resume=True)
+    assert settings(other, corpus) == mine
+    for changed in ({"lr": 1.0}, {"method": "ddp"}, {"seed": 4}):
+        assert settings(dataclasses.replace(config, **changed), corpus) != mine
+    assert settings(config, corpus._replace(key="other")) != mine
 
 
 def test_metrics_after_the_checkpoint_are_written_again(recipe, tmp_path):
@@ -521,28 +523,84 @@ def test_a_run_trains_and_tells(recipe, place, method):
     assert metrics[-1]["exposed_s"] <= metrics[-1]["wall_s"]
 
 
+def wait_until(is_so, workers, timeout_s=60):
+    deadline = time.monotonic() + timeout_s
+    while not is_so():
+        assert all(worker.poll() is None for worker in workers), workers[
+            0
+        ].stdout.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 @pytest.mark.workers
 def test_a_killed_run_resumes_to_the_same_bits(place):
-    flags = ("--method", "diloco", "--num-steps", str(NUM_STEPS))
+    flags = ("--method", "diloco", "--num-steps", str(NUM_STEPS), "--save-every", "7")
     killed = place / "killed"
-    workers = start_workers(place, *flags, "--save-every", "7", "--out", str(killed))
+    flags = (*flags, "--out", str(killed))
+    workers = start_workers(place, *flags)
     try:
         # Step 14 is in the middle of the second round.
-        deadline = time.monotonic() + 60
-        while not list(killed.glob("checkpoints/step14-*.pt")):
-            assert all(worker.poll() is None for worker in workers)
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_until((killed / "checkpoints" / "step-00000014").exists, workers)
     finally:
         for worker in workers:
             worker.kill()
             worker.communicate()
     assert metrics_of(killed)[-1]["step"] < NUM_STEPS
 
-    saving = ("--save-every", "7", "--out", str(killed))
-    torchrun(place, *flags, *saving, "--resume")
+    torchrun(place, *flags, "--resume")
     uninterrupted = place / "out" / "smoke" / "diloco"
     assert without_times(metrics_of(killed)) == without_times(metrics_of(uninterrupted))
+
+
+def workers_of(torchrun):
+    """The processes that it has started and that still run, by rank."""
+    children = Path(f"/proc/{torchrun.pid}/task/{torchrun.pid}/children").read_text()
+    found = {}
+    for pid in map(int, children.split()):
+        with contextlib.suppress(OSError):  # it may have ended meanwhile
+            environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            found |= {int(e[5:]): pid for e in environ if e.startswith(b"RANK=")}
+    return found
+
+
+@pytest.mark.workers
+@pytest.mark.timeout(240)  # three starts
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux's /proc")
+def test_torchrun_resumes_by_itself_after_a_notice_and_after_a_kill(place):
+    restarted = place / "restarted"
+    run = start(
+        place,
+        ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+        + ("--max-restarts=2",),
+        *("--method", "diloco", "--num-steps", str(NUM_STEPS), "--save-every", "7"),
+        *("--out", str(restarted), "--resume"),
+        TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",
+    )
+
+    def newest():
+        names = [path.name for path in restarted.glob("checkpoints/step-????????")]
+        return max((int(name[5:]) for name in names), default=0)
+
+    try:
+        wait_until(lambda: newest() >= 7, [run])
+        before = workers_of(run)
+        os.kill(before[1], signal.SIGTERM)  # all save the same step, and end
+        wait_until(lambda: not {*before.values()} & {*workers_of(run).values()}, [run])
+        saved_on_notice = newest()
+        assert saved_on_notice % SYNC_EVERY == 0
+        wait_until(lambda: newest() > saved_on_notice, [run])
+        os.kill(workers_of(run)[0], signal.SIGKILL)
+    except BaseException:
+        run.terminate()
+        print(run.communicate()[0])
+        raise
+    output = end(run)
+    assert f"exitcode: {128 + signal.SIGTERM}" in output
+    uninterrupted = place / "out" / "smoke" / "diloco"
+    assert without_times(metrics_of(restarted)) == without_times(
+        metrics_of(uninterrupted)
+    )
 
 
 @pytest.mark.workers
