@@ -94,7 +94,7 @@ class Snapshot:
                 if type(key) not in _PLAIN:
                     key = self._at(key, key)
                 copy[key] = self._at(key, item)
-            if False:
+            if kind is OrderedDict:  # where a module has the versions of its parts
                 for name, item in vars(value).items():
                     setattr(copy, name, self._at(name, item))
             return copy
