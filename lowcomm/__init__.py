@@ -13,6 +13,7 @@ from lowcomm.optim.mtdao import MTDAO
 from lowcomm.optim.noloco import NoLoCo
 from lowcomm.optim.qh_adamw import QHAdamW
 from lowcomm.optim.slowmo import SlowMo
+from lowcomm.plan import plan
 from lowcomm.simulate import simulate
 from lowcomm.sync.errors import PeerLost, PeerMismatch, SyncError
 from lowcomm.sync.link import Link
@@ -34,5 +35,6 @@ __all__ = [
     "SlowMo",
     "SyncError",
     "half_life",
+    "plan",
     "simulate",
 ]

@@ -24,6 +24,7 @@ NAMES = [
     "SlowMo",
     "SyncError",
     "half_life",
+    "plan",
     "simulate",
 ]
 
