@@ -1530,3 +1530,12 @@ def test_the_round_hook_is_not_called_for_a_skipped_round():
     opt.register_round_hook(calls.append)
     slide(x, opt, math.nan)
     assert calls == []
+
+
+def test_several_workers_without_a_process_group_are_refused(monkeypatch):
+    """Each would train by itself, and nobody would notice."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="got None with WORLD_SIZE=2.*init_process_g"):
+        lowcomm.DiLoCo(network().parameters(), sync_every=2)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    lowcomm.DiLoCo(network().parameters(), sync_every=2)

@@ -73,6 +73,11 @@ def test_it_sends_what_it_says(sparta):
         assert sent == pytest.approx(expected + 80, rel=0.01)
 
 
+def test_a_codec_that_no_stream_takes_is_refused(sparta):
+    with pytest.raises(ValueError, match="codec must be None with SPARTA, got Int8"):
+        sparta(network().parameters(), codec="int8")
+
+
 def test_a_group_that_comes_later_is_averaged_too(sparta):
     def worker(rank, group):
         first, second = (torch.nn.Parameter(torch.ones(50)) for _ in range(2))

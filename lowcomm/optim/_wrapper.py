@@ -180,6 +180,11 @@ class AbstractWrapper(Optimizer):
             check_overlap(self._overlap, stream.schedule.shortest)
             if self._error_feedback and stream.codec is not None:
                 stream.residual = stream.layout.new()
+        if self._codec is not None and all(stream.codec is None for stream in streams):
+            raise ValueError(
+                f"codec must be None with {type(self).__name__}, got {self._codec!r}: "
+                "nothing that it exchanges is coded."
+            )
         lasts = [stream.last for stream in streams if stream.last is not None]
         streams += dict.fromkeys(lasts)
         if self._robust != Robust():

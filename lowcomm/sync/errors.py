@@ -9,7 +9,10 @@
 
 
 class SyncError(RuntimeError):
-    """An exchange between workers failed; parameters and state are as they were."""
+    """An exchange between workers failed.
+
+    What it would have changed is as it was; the inner step before it has been taken.
+    """
 
 
 class PeerLost(SyncError):

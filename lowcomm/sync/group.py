@@ -335,8 +335,16 @@ def resolve_group(group: Any) -> Group:
         current = current_group()
         if current is not None:
             return current
-        initialized = dist.is_available() and dist.is_initialized()
-        return TorchGroup() if initialized else alone()
+        if dist.is_available() and dist.is_initialized():
+            return TorchGroup()
+        started = os.environ.get("WORLD_SIZE", "1")
+        if started != "1":
+            raise ValueError(
+                "group must be a process group where several workers were started, got "
+                f"None with WORLD_SIZE={started}: each would train by itself. Call "
+                "torch.distributed.init_process_group() first."
+            )
+        return alone()
     if isinstance(group, dist.ProcessGroup):
         return TorchGroup(group)
     if isinstance(group, DeviceMesh):

@@ -248,8 +248,8 @@ def check_overlap(overlap: object, period: int) -> int:
     overlap = check_period("overlap", overlap, least=0)
     if overlap and overlap >= period:
         raise ValueError(
-            f"overlap must be smaller than the period, got {overlap=} with "
-            f"sync_every={period}. Overlap of a whole round is eager=True, where the "
+            f"overlap must be smaller than the period, got {overlap=} with a shortest "
+            f"period of {period}. Overlap of a whole round is eager=True, where the "
             "method has it."
         )
     return overlap

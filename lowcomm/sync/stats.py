@@ -20,7 +20,8 @@ class StreamStats:
         share_norm: Euclidean length of this worker's last pseudo-gradient.
         mean_norm: length of the workers' mean.
         cosine: between the two: 1 if all workers go the same way, about
-            :math:`1/\sqrt{M}` if their ways are unrelated.
+            :math:`1/\sqrt{M}` if their ways are unrelated. None, as both lengths, where
+            no pseudo-gradients are exchanged.
     """
 
     rounds: int = 0
@@ -40,7 +41,7 @@ class Stats:
         rounds: exchanges applied, one for each fragment or state.
         bytes_sent: by exchanges, headers included.
         setup_bytes: by checks, broadcasts and `global_parameters`.
-        exposed_s: seconds that `step()` waited for the network.
+        exposed_s: seconds that `step()` and `finish()` waited for rounds.
         skipped_rounds: due, and not applied here.
         streams: the same for each fragment or state, by name.
     """
