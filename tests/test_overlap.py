@@ -288,7 +288,7 @@ def test_processes_with_rounds_in_flight_have_the_bits_of_simulated_workers():
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"overlap": 5}, "overlap must be smaller.*overlap=5.*sync_every=5.*eager"),
+        ({"overlap": 5}, "overlap must be smaller.*overlap=5.*period of 5.*eager"),
         ({"overlap": -1}, "overlap must be at least 0, got overlap=-1"),
         ({"overlap": 1, "eager": True}, "eager must be False with overlap"),
         ({"local_mix": 1.5}, "local_mix must be from 0 to 1, got local_mix=1.5"),
