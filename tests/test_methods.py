@@ -12,6 +12,7 @@ from toy import (
     CURVATURE,
     TARGETS,
     inner_state_of,
+    loss_of,
     network,
     parameters_of,
     same,
@@ -205,6 +206,35 @@ def test_slowmo_without_momentum_is_local_sgd():
         lambda p: lowcomm.SlowMo(p, lr=0.01, sync_every=3, slow_momentum=0.0),
         lambda p: lowcomm.LocalSGD(p, lr=0.01, sync_every=3),
     )
+
+
+def test_diloco_of_rate_one_without_momentum_is_local_sgd():
+    same_run(
+        lambda p: lowcomm.DiLoCo(
+            p, lr=0.01, sync_every=3, outer_lr=1.0, outer_momentum=0.0
+        ),
+        lambda p: lowcomm.LocalSGD(p, lr=0.01, sync_every=3),
+    )
+
+
+def test_local_sgd_with_a_period_of_one_is_data_parallel_sgd():
+    """The mean of steps along each worker's gradient is a step along their mean."""
+
+    def worker(rank, group):
+        model = network()
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        train(model, lowcomm.LocalSGD(inner, sync_every=1), range(9), rank)
+        return parameters_of(model)
+
+    model = network()
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(9):
+        opt.zero_grad()
+        for rank in range(3):
+            (loss_of(model, step, rank) / 3).backward()
+        opt.step()
+    for ended in lowcomm.simulate(worker, 3):
+        torch.testing.assert_close(ended, parameters_of(model), rtol=0, atol=1e-12)
 
 
 def test_des_loc_with_an_outer_step_and_no_states_is_diloco():
