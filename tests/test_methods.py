@@ -455,41 +455,44 @@ def test_the_arithmetic_of_the_headlines():
 
 # Bytes a worker sends in a step, over those of DDP: 2 (M - 1) / M values of four bytes.
 VOLUMES = {
-    "LocalSGD": (lambda p: lowcomm.LocalSGD(p, sync_every=6), 1 / 6),
+    "LocalSGD": (lambda p, site: lowcomm.LocalSGD(p, sync_every=6), 1 / 6),
     "LocalAdam": (
-        lambda p: lowcomm.LocalSGD(p, sync_every=6, average_states=True),
+        lambda p, site: lowcomm.LocalSGD(p, sync_every=6, average_states=True),
         3 / 6,
     ),
     "post-local": (
-        lambda p: lowcomm.LocalSGD(p, sync_every=6, warmup_steps=24),
+        lambda p, site: lowcomm.LocalSGD(p, sync_every=6, warmup_steps=24),
         (24 + 2) / 36,
     ),
     "levels": (
         lambda p, site: lowcomm.LocalSGD(p, sync_every=6, levels=[(site, 2)]),
         1 / 6 + (1 / 2 - 1 / 6) * (1 / 2) / (3 / 4),
     ),
-    "DiLoCo": (lambda p: lowcomm.DiLoCo(p, sync_every=6), 1 / 6),
-    "streaming": (lambda p: lowcomm.DiLoCo(p, sync_every=6, fragments=3), 1 / 6),
+    "DiLoCo": (lambda p, site: lowcomm.DiLoCo(p, sync_every=6), 1 / 6),
+    "streaming": (lambda p, site: lowcomm.DiLoCo(p, sync_every=6, fragments=3), 1 / 6),
     "streaming, int4": (
-        lambda p: lowcomm.DiLoCo(p, sync_every=6, fragments=3, codec="int4"),
+        lambda p, site: lowcomm.DiLoCo(p, sync_every=6, fragments=3, codec="int4"),
         4.0625 / 32 / 6,
     ),
-    "int8": (lambda p: lowcomm.DiLoCo(p, sync_every=6, codec="int8"), 8.0625 / 32 / 6),
-    "eager": (lambda p: lowcomm.DiLoCo(p, sync_every=6, eager=True), 1 / 6),
-    "SlowMo": (lambda p: lowcomm.SlowMo(p, sync_every=6), 1 / 6),
+    "int8": (
+        lambda p, site: lowcomm.DiLoCo(p, sync_every=6, codec="int8"),
+        8.0625 / 32 / 6,
+    ),
+    "eager": (lambda p, site: lowcomm.DiLoCo(p, sync_every=6, eager=True), 1 / 6),
+    "SlowMo": (lambda p, site: lowcomm.SlowMo(p, sync_every=6), 1 / 6),
     # One partner, and the whole of one tensor, or of two.
-    "NoLoCo": (lambda p: lowcomm.NoLoCo(p, sync_every=6), 4 / (2 * 3 * 6)),
+    "NoLoCo": (lambda p, site: lowcomm.NoLoCo(p, sync_every=6), 4 / (2 * 3 * 6)),
     "NoLoCo, two": (
-        lambda p: lowcomm.NoLoCo(p, sync_every=6, gamma=0.4),
+        lambda p, site: lowcomm.NoLoCo(p, sync_every=6, gamma=0.4),
         4 / (3 * 6),
     ),
     "DESLOC": (
-        lambda p: lowcomm.DESLOC(p, sync_every=6),
+        lambda p, site: lowcomm.DESLOC(p, sync_every=6),
         1 / 6 + 1 / 18 + 1 / 36,
     ),
-    "MTDAO": (lambda p: lowcomm.MTDAO(p, sync_every=6), 3 / 6),
+    "MTDAO": (lambda p, site: lowcomm.MTDAO(p, sync_every=6), 3 / 6),
     "MTDAO, periods": (
-        lambda p: lowcomm.MTDAO(p, sync_every=periods(6, 12, 36)),
+        lambda p, site: lowcomm.MTDAO(p, sync_every=periods(6, 12, 36)),
         1 / 6 + 1 / 12 + 1 / 36,
     ),
 }
@@ -501,9 +504,7 @@ def test_bytes_in_a_step_are_those_of_the_formula(build, volume):
         model = nn.Sequential(*(nn.Linear(512, 255) for _ in range(3)))
         for p in model.parameters():
             p.grad = torch.zeros_like(p)
-        site = [(0, 1) if rank < 2 else (2, 3)]
-        takes_site = build.__code__.co_argcount > 1
-        opt = build(model.parameters(), *(site if takes_site else ()))
+        opt = build(model.parameters(), (0, 1) if rank < 2 else (2, 3))
         late = 6 if getattr(opt, "eager", False) else 0
         for _ in range(36 + late):
             opt.step()

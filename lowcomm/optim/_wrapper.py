@@ -31,6 +31,7 @@ from lowcomm.sync.schedule import (
     check_number,
     check_overlap,
     check_period,
+    check_positive,
 )
 from lowcomm.sync.seam import Group
 from lowcomm.sync.stats import Stats
@@ -116,7 +117,7 @@ class AbstractWrapper(Optimizer):
         **inner: Any,
     ) -> None:
         check_number("bucket_bytes", bucket_bytes, int, least=1)
-        _check_timeout(timeout_s)
+        check_positive("timeout_s", timeout_s)
         if not (callable(weight) or weight in ("equal", "steps")):
             raise ValueError(
                 f"weight must be 'equal', 'steps' or a function, got {weight=}."
@@ -594,7 +595,7 @@ class AbstractWrapper(Optimizer):
         """
         self._refuse_when_swapped("finish")
         if timeout_s is not None:
-            _check_timeout(timeout_s)
+            check_positive("timeout_s", timeout_s)
         self._engine.finish(timeout_s)
 
     @contextmanager
@@ -630,6 +631,29 @@ class AbstractWrapper(Optimizer):
             )
 
 
+class OuterRateWrapper(AbstractWrapper):
+    """A wrapper whose outer learning rate may be set during a run."""
+
+    _adjustable = ("outer_lr",)
+    #: what it was built with, which workers and a checkpoint must share
+    _first_outer_lr: float | None = None
+
+    @property
+    def outer_lr(self) -> float:
+        return self._outer_lr
+
+    @outer_lr.setter
+    def outer_lr(self, outer_lr: float) -> None:
+        check_number("outer_lr", outer_lr, float)
+        self._check_outer_lr(outer_lr)
+        self._outer_lr = float(outer_lr)
+        if self._first_outer_lr is None:
+            self._first_outer_lr = self._outer_lr
+
+    def _check_outer_lr(self, outer_lr: float) -> None:
+        """Raises if the method cannot take this rate."""
+
+
 def _check_robust(clip: float | None, trim: int, weight: object) -> Robust:
     if clip is not None:
         check_number("clip_shares", clip, float)
@@ -644,12 +668,6 @@ def _check_robust(clip: float | None, trim: int, weight: object) -> Robust:
             f"trim_shares must be 0 with weights, got {trim} with {weight=}."
         )
     return Robust(clip, trim)
-
-
-def _check_timeout(timeout_s: float) -> None:
-    check_number("timeout_s", timeout_s, float)
-    if not timeout_s > 0:
-        raise ValueError(f"timeout_s must be positive, got {timeout_s=}.")
 
 
 def _named_buffers(

@@ -14,13 +14,13 @@ from torch import Tensor
 from lowcomm.optim._outer import heavy_ball_, nesterov_, plain_
 from lowcomm.optim._states import States
 from lowcomm.optim._streams import Anchored, Eager
-from lowcomm.optim._wrapper import AbstractWrapper
+from lowcomm.optim._wrapper import OuterRateWrapper
 from lowcomm.sync.flat import Layout, split
-from lowcomm.sync.schedule import check_decay, check_number, check_period, staggered
+from lowcomm.sync.schedule import check_decay, check_period, staggered
 from lowcomm.sync.stream import Stream
 
 
-class DiLoCo(AbstractWrapper):
+class DiLoCo(OuterRateWrapper):
     r"""Moves a common anchor by the workers' mean progress every `sync_every` steps.
 
     .. math::
@@ -67,8 +67,6 @@ class DiLoCo(AbstractWrapper):
         PeerMismatch: if workers were built differently, or start from other values.
     """
 
-    _adjustable = ("outer_lr",)
-
     def __init__(
         self,
         params: Any,
@@ -86,7 +84,6 @@ class DiLoCo(AbstractWrapper):
         self.outer_lr = outer_lr
         self.outer_momentum = check_decay("outer_momentum", outer_momentum)
         self.nesterov = nesterov
-        self._first_outer_lr = self.outer_lr
         if local_mix is not None and not 0 <= local_mix <= 1:
             raise ValueError(f"local_mix must be from 0 to 1, got {local_mix=}.")
         self.local_mix = local_mix
@@ -101,15 +98,6 @@ class DiLoCo(AbstractWrapper):
             fragments = [list(part) for part in fragments]
         self.fragments = fragments
         super().__init__(params, **common)
-
-    @property
-    def outer_lr(self) -> float:
-        return self._outer_lr
-
-    @outer_lr.setter
-    def outer_lr(self, outer_lr: float) -> None:
-        check_number("outer_lr", outer_lr, float)
-        self._outer_lr = float(outer_lr)
 
     def _config(self) -> dict[str, Any]:
         fragments = self.fragments

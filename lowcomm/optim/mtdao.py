@@ -18,7 +18,7 @@ from lowcomm.optim._streams import parameter_mean
 from lowcomm.optim._wrapper import AbstractWrapper
 from lowcomm.optim.qh_adamw import QHAdamW
 from lowcomm.sync.flat import Layout
-from lowcomm.sync.schedule import Periodic, check_number
+from lowcomm.sync.schedule import Periodic, check_positive
 from lowcomm.sync.stream import Stream
 
 #: The state that a warm start takes over, with its counter.
@@ -126,9 +126,7 @@ class MTDAO(AbstractWrapper):
             RuntimeError: if a step has been taken, or there is state already.
             PeerMismatch: if workers have other counters or rates.
         """
-        check_number("lr_factor", lr_factor, float)
-        if not lr_factor > 0:
-            raise ValueError(f"lr_factor must be positive, got {lr_factor=}.")
+        check_positive("lr_factor", lr_factor)
         if self._engine.started or any(self.state.values()):
             raise RuntimeError(
                 "warm_start must be called on a new optimizer, got one with a state "

@@ -16,7 +16,7 @@ from torch import Tensor
 from lowcomm.optim._outer import heavy_ball_
 from lowcomm.optim._states import States
 from lowcomm.optim._streams import OwnAnchored
-from lowcomm.optim._wrapper import AbstractWrapper
+from lowcomm.optim._wrapper import OuterRateWrapper
 from lowcomm.sync.flat import Chunk, Flats, Layout
 from lowcomm.sync.peers import Listed, Pairs
 from lowcomm.sync.schedule import (
@@ -28,7 +28,7 @@ from lowcomm.sync.schedule import (
 from lowcomm.sync.stream import Landing, Stream
 
 
-class NoLoCo(AbstractWrapper):
+class NoLoCo(OuterRateWrapper):
     r"""Moves each worker's own anchor by its pair's progress, and towards its partner.
 
     .. math::
@@ -79,8 +79,6 @@ class NoLoCo(AbstractWrapper):
         PeerMismatch: if workers were built differently.
     """
 
-    _adjustable = ("outer_lr",)
-
     def __init__(
         self,
         params: Any,
@@ -99,7 +97,6 @@ class NoLoCo(AbstractWrapper):
             check_number("gamma", gamma, float)
         self.gamma = None if gamma == outer_lr else gamma
         self.outer_lr = outer_lr
-        self._first_outer_lr = self.outer_lr
         if self.gamma is not None:
             self._check_gamma(self.gamma, f"{gamma=}")
         check_number("seed", seed, int, least=-math.inf)
@@ -111,16 +108,9 @@ class NoLoCo(AbstractWrapper):
         self.peers = peers
         super().__init__(params, **common)
 
-    @property
-    def outer_lr(self) -> float:
-        return self._outer_lr
-
-    @outer_lr.setter
-    def outer_lr(self, outer_lr: float) -> None:
-        check_number("outer_lr", outer_lr, float)
+    def _check_outer_lr(self, outer_lr: float) -> None:
         if self.gamma is None:
             self._check_gamma(outer_lr, f"{outer_lr=}, which gamma follows")
-        self._outer_lr = float(outer_lr)
 
     def _check_gamma(self, gamma: float, got: str) -> None:
         limit = 2 * (1 - self.outer_momentum**2)
@@ -143,17 +133,13 @@ class NoLoCo(AbstractWrapper):
         }
 
     def _streams(self, params: dict[str, Tensor], states: States) -> list[Stream]:
-        layout, schedule = (
-            Layout(params),
-            Periodic(self.sync_every, overlap=self._overlap),
-        )
         kind = _Towards if self.gamma is None and self._codec is None else _Moved
         stream = kind(
             self,
             self._outer_,
             "parameters",
-            layout,
-            schedule,
+            Layout(params),
+            Periodic(self.sync_every, overlap=self._overlap),
             peers=Pairs(self.seed) if self.peers is None else Listed(self.peers),
             goes_alone=True,
             codec=self._codec,

@@ -223,6 +223,14 @@ def check_number(
         )
 
 
+def check_positive(name: str, value: object) -> None:
+    """Raises in its name unless `value` is a finite number above 0."""
+    check_number(name, value, float)
+    assert isinstance(value, int | float)
+    if not value > 0:
+        raise ValueError(f"{name} must be positive, got {name}={value}.")
+
+
 def check_decay(name: str, value: object) -> float:
     """Returns `value` if it can be what is left after a step, raises otherwise."""
     check_number(name, value, float)
