@@ -8,8 +8,9 @@
     torchrun --nproc-per-node=2 --max-restarts=3 recipes/pretrain.py demo \\
         --save-every 100 --resume
 
-Runs are in runs.py; `--help` lists what can be overridden. Nothing is downloaded: the
-model starts from random weights, the default text is Python's own standard library.
+Runs are in runs.py, methods in methods.py; `--help` lists what can be overridden.
+Nothing is downloaded: the model starts from random weights, the default text is
+Python's own standard library.
 """
 
 import hashlib
@@ -28,6 +29,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from baseline import DDPAdamW
 from data import Batches, Corpus, load_corpus, validation_windows
+from methods import build_inner, build_optimizer
 from report import Report
 from runs import Config, configure
 from torch import Tensor, nn
@@ -36,13 +38,14 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import lowcomm
 
-FINAL_LR = 0.1  # of the peak
+FINAL_LR = 0.1  # of the peak, for a cosine
+DECAY_SHARE = 0.1  # of the steps, for wsd
 ENDED_BY_SIGTERM = 128 + signal.SIGTERM  # the usual exit status; torchrun starts again
 
 # What may differ when a run is resumed.
 MAY_DIFFER = {
-    "num_steps", "data", "cache", "out", "log_every", "eval_every", "eval_windows",
-    "save_every", "resume",
+    "num_steps", "workers", "init", "data", "cache", "out", "log_every", "eval_every",
+    "eval_windows", "save_every", "resume",
 }  # fmt: skip
 
 
@@ -69,41 +72,42 @@ def build_model(config: Config) -> nn.Module:
     )
 
 
+def load_weights(config: Config, model: nn.Module) -> None:
+    """Takes the weights of the run that this one goes on from."""
+    if config.init is None:
+        return
+    if not config.init.is_file():
+        raise ValueError(
+            f"init must be a file that exists, got {config.init}. A run writes its "
+            "weights to model.pt when it is done."
+        )
+    model.load_state_dict(torch.load(config.init, weights_only=True))
+
+
 def build_method(config: Config, model: nn.Module) -> tuple[nn.Module, Any]:
-    """What the loop calls forward on, and its optimizer: AdamW in all methods."""
-    adamw = {
-        "lr": config.lr,
-        "betas": (0.9, 0.95),
-        "weight_decay": config.weight_decay,
-        "fused": True,
-    }
-    match config.method:
-        case "ddp":
-            network = DistributedDataParallel(model)
-            return network, DDPAdamW(network, **adamw)
-        case "local_sgd":
-            return model, lowcomm.LocalSGD(
-                model.parameters(), sync_every=config.sync_every, **adamw
-            )
-        case "diloco":
-            return model, lowcomm.DiLoCo(
-                model.parameters(),
-                sync_every=config.sync_every,
-                outer_lr=config.outer_lr,
-                outer_momentum=config.outer_momentum,
-                **adamw,
-            )
+    """What the loop calls forward on, and its optimizer."""
+    if config.method != "ddp":
+        return model, build_optimizer(config, model)
+    network = DistributedDataParallel(model)
+    return network, DDPAdamW(network, **build_inner(config, model)[1])
 
 
 def build_scheduler(config: Config, optimizer: torch.optim.Optimizer) -> LambdaLR:
-    """Linear warm-up, then a cosine down to `FINAL_LR` of the peak."""
+    """Linear warm-up, then what `config.schedule` says."""
+    warmup_steps, num_steps = config.warmup_steps, config.num_steps
+
+    def cosine(step: int) -> float:
+        done = (step - warmup_steps) / max(1, num_steps - warmup_steps)
+        return FINAL_LR + (1 - FINAL_LR) * (1 + math.cos(math.pi * done)) / 2
+
+    def wsd(step: int) -> float:
+        done = (step / num_steps - (1 - DECAY_SHARE)) / DECAY_SHARE
+        return 1 - math.sqrt(min(1.0, max(0.0, done)))
+
+    after_warmup = {"cosine": cosine, "wsd": wsd}[config.schedule]
 
     def scale(step: int) -> float:
-        if step < config.warmup_steps:
-            return (step + 1) / config.warmup_steps
-        decay_steps = max(1, config.num_steps - config.warmup_steps)
-        done = (step - config.warmup_steps) / decay_steps
-        return FINAL_LR + (1 - FINAL_LR) * (1 + math.cos(math.pi * done)) / 2
+        return (step + 1) / warmup_steps if step < warmup_steps else after_warmup(step)
 
     return LambdaLR(optimizer, scale)
 
@@ -128,10 +132,10 @@ def without_exchange(network: nn.Module) -> AbstractContextManager[None]:
 
 
 @torch.no_grad()
-def evaluate(
+def sum_losses(
     model: nn.Module, optimizer: Any, windows: Tensor, config: Config
-) -> float:
-    """Validation loss of the global parameters; every worker brings its own windows."""
+) -> Tensor:
+    """The global parameters' losses on this worker's windows: their sum and number."""
     total = torch.zeros(2, dtype=torch.float64, device=windows.device)
     with optimizer.global_parameters():
         model.eval()
@@ -140,6 +144,14 @@ def evaluate(
             total[0] += loss_of(model, some, config) * len(some)
             total[1] += len(some)
         model.train()
+    return total
+
+
+def evaluate(
+    model: nn.Module, optimizer: Any, windows: Tensor, config: Config
+) -> float:
+    """Validation loss of the global parameters; every worker brings its own windows."""
+    total = sum_losses(model, optimizer, windows, config)
     dist.all_reduce(total)
     return (total[0] / total[1]).item()
 
@@ -282,6 +294,8 @@ def settings(config: Config, corpus: Corpus) -> dict[str, Any]:
 def train(config: Config, device: torch.device) -> bool:
     """Trains to the end, or until SIGTERM; says whether it was the end."""
     rank, world = dist.get_rank(), dist.get_world_size()
+    if rank == 0 and config.workers not in (None, world):
+        print(f"{config.name} is for {config.workers} workers, got {world}.")
     out = config.out or Path("out", config.name, config.method)
     if not config.resume:
         check_is_new(out / "checkpoints")
@@ -302,7 +316,9 @@ def train(config: Config, device: torch.device) -> bool:
     )[rank::world].to(device)
 
     torch.manual_seed(config.seed)
-    model = build_model(config).to(device)
+    model = build_model(config)
+    load_weights(config, model)
+    model.to(device)
     network, optimizer = build_method(config, model)
     scheduler = build_scheduler(config, optimizer)
     torch.manual_seed(config.seed + 1 + rank)  # equal weights, but noise of its own
@@ -356,6 +372,8 @@ def train(config: Config, device: torch.device) -> bool:
                 checkpoints.save(step)
             if stops:
                 return done
+    if rank == 0:
+        torch.save(model.state_dict(), out / "model.pt")
     return True
 
 

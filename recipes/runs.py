@@ -11,6 +11,11 @@ from typing import Literal
 
 import tyro
 
+Method = Literal[
+    "ddp", "local_sgd", "local_adam", "diloco", "streaming", "eager", "noloco",
+    "desloc", "mtdao", "slowmo",
+]  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Config:
@@ -21,14 +26,31 @@ class Config:
 
     # --- Method: how the workers come to one model
 
-    method: Literal["ddp", "local_sgd", "diloco"] = "diloco"
-    """ddp averages gradients each step, the others parameters every `sync_every`."""
+    method: Method = "diloco"
+    """ddp averages gradients in each step, the others something every
+    `sync_every`. The settings of methods say nothing to ddp."""
     sync_every: int = 20
-    """Steps between two exchanges, H in the papers."""
-    outer_lr: float = 0.7
-    """DiLoCo's outer learning rate."""
-    outer_momentum: float = 0.9
-    """DiLoCo's outer Nesterov momentum."""
+    """Steps between two exchanges of the parameters, H in the papers."""
+    outer_lr: float | None = None
+    """Outer learning rate of diloco, streaming, eager, noloco; slow one of slowmo.
+    None: the method's own, 0.7, or 1 for slowmo."""
+    outer_momentum: float | None = None
+    """Outer momentum of the same. None: 0.9, or 0.5 for noloco and slowmo."""
+    fragments: int = 4
+    """Parts in which streaming exchanges the parameters."""
+    overlap: int | None = None
+    """Steps from launching an exchange to applying its result.
+    None: a tenth of `sync_every` for streaming, 0 for the others."""
+    codec: Literal["bf16", "int8", "int4", "topk"] | None = None
+    """In which the parameters, or their displacement, are sent. None: float32."""
+    qsr: float = 0.0
+    """local_sgd: above 0, rounds grow to (qsr / learning rate)^2 steps."""
+    slow_beta: float = 0.999
+    """Decay of mtdao's momentum, in the place of `beta1`."""
+    omega: float = 0.9
+    """Weight of that momentum in a step; the fresh gradient has the rest."""
+    workers: int | None = None
+    """Workers that these settings are for; torchrun starts them. None: any number."""
 
     # --- Data
 
@@ -55,16 +77,27 @@ class Config:
 
     num_steps: int = 1000
     """Optimizer steps of each worker."""
+    init: Path | None = None
+    """model.pt of another run, to start from its weights."""
     batch_size: int = 8
     """Windows in one forward pass of one worker."""
     accumulate: int = 1
     """Forward passes whose gradients make one step."""
+    inner: Literal["adamw", "adopt"] = "adamw"
+    """What each worker trains with by itself."""
     lr: float = 3e-3
-    """Peak learning rate of AdamW."""
+    """Peak learning rate."""
+    beta1: float = 0.9
+    """Decay of the first moment."""
+    beta2: float = 0.95
+    """Decay of the second moment; ADOPT takes 0.9999."""
     warmup_steps: int = 50
-    """Steps of linear warm-up; a cosine to a tenth of the peak follows."""
+    """Steps of linear warm-up."""
+    schedule: Literal["cosine", "wsd"] = "cosine"
+    """After the warm-up: cosine goes to a tenth of the peak; wsd stays there, and goes
+    to zero in the last tenth of the steps."""
     weight_decay: float = 0.1
-    """Weight decay of AdamW."""
+    """Weight decay."""
     clip_norm: float = 1.0
     """Largest norm of a worker's gradient."""
     bf16: bool = False
@@ -89,8 +122,9 @@ class Config:
 
     def __post_init__(self) -> None:
         at_least_one = (
-            "sync_every", "context", "hidden_size", "num_layers", "num_heads",
-            "num_steps", "batch_size", "accumulate", "log_every", "eval_windows",
+            "sync_every", "fragments", "context", "hidden_size", "num_layers",
+            "num_heads", "num_steps", "batch_size", "accumulate", "log_every",
+            "eval_windows",
         )  # fmt: skip
         for name in at_least_one:
             if getattr(self, name) < 1:
@@ -101,6 +135,11 @@ class Config:
                 "eval_every must be a multiple of log_every, got "
                 f"eval_every={self.eval_every} with log_every={self.log_every}. A "
                 "validation is part of a line of metrics."
+            )
+        if self.method == "ddp" and self.inner != "adamw":
+            raise ValueError(
+                f"inner must be adamw with ddp, got inner={self.inner!r}. The baseline "
+                "is AdamW's: give --inner adamw, and its rate and decays."
             )
 
 

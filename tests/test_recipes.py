@@ -20,11 +20,16 @@ import numpy as np
 import pytest
 import torch
 
+import lowcomm
 from lowcomm.testing import free_port, run_workers
 
 ROOT = Path(__file__).parent.parent
 RECIPES = ROOT / "recipes"
-METHODS = ("ddp", "local_sgd", "diloco")
+TORCHRUN_METHODS = ("ddp", "local_sgd", "diloco")
+METHODS = (
+    "local_sgd", "local_adam", "diloco", "streaming", "eager", "noloco", "desloc",
+    "mtdao", "slowmo",
+)  # fmt: skip
 TIMES = ("exposed_s", "tokens_s", "wall_s")
 NUM_STEPS, SYNC_EVERY = 120, 10
 
@@ -68,6 +73,10 @@ def complaint(configure, capsys, arguments):
             ["smoke", "--log-every", "4", "--eval-every", "6"],
             "eval_every must be a multiple of log_every, got eval_every=6 with "
             "log_every=4.",
+        ),
+        (
+            ["smoke", "--method", "ddp", "--inner", "adopt"],
+            "inner must be adamw with ddp, got inner='adopt'.",
         ),
     ],
 )
@@ -335,6 +344,113 @@ def test_workers_that_read_the_same_are_found_out():
 
 
 # -------------------------------------------------------------------------------------
+# Methods
+
+#: Learns from nothing but the last token, so that one layer is enough.
+WALK = np.random.default_rng(0).permutation(300).astype(np.uint16)[:29]
+
+
+def train_simulated(recipe, num_steps=20, **changed):
+    """Losses of rank 0, what was sent, and all workers' weights after `finish`."""
+    pretrain, data = recipe("pretrain"), recipe("data")
+    changed = {"num_steps": num_steps, "lr": 0.01, "warmup_steps": 2, **changed}
+    config = dataclasses.replace(recipe("runs").smoke(), sync_every=5, **changed)
+    tokens = np.tile(WALK, 200)
+
+    def worker(rank, group):
+        torch.manual_seed(config.seed)
+        model = pretrain.build_model(config)
+        optimizer = recipe("methods").build_optimizer(config, model)
+        scheduler = pretrain.build_scheduler(config, optimizer)
+        batches = data.Batches(
+            tokens, context=config.context, batch_size=4, rank=rank, world=2, seed=0
+        )
+        losses = []
+        for _ in range(num_steps):
+            loss = pretrain.loss_of(model, next(batches), config)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+            losses.append(loss.item())
+        optimizer.finish()
+        weights = torch.cat([p.detach().flatten() for p in model.parameters()])
+        return losses, optimizer.stats, weights
+
+    (losses, stats, weights), (_, _, others) = lowcomm.simulate(worker, 2)
+    assert torch.equal(weights, others)
+    return losses, stats, weights
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_trains(recipe, method):
+    losses, stats, weights = train_simulated(recipe, method=method)
+    assert losses[-1] < losses[0] - 0.1
+    # Between two workers a mean, and a pair, are S bytes; moments are as long again.
+    # At the end all are made equal: pairs, moments, and fragments in mid-round.
+    sizes = {
+        "local_adam": 4 * 3,
+        "streaming": 4.77,
+        "eager": 4 + 1,
+        "noloco": 4 + 1,
+        "desloc": 4 + 1 + 2,
+        "mtdao": 4 * 3,
+    }
+    expected = sizes.get(method, 4) * 4 * len(weights)
+    assert stats.bytes_sent == pytest.approx(expected, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"method": "local_sgd", "qsr": 0.1, "schedule": "wsd"},
+        {"method": "diloco", "codec": "int8", "overlap": 2},
+        {"method": "noloco", "outer_lr": 0.4, "outer_momentum": 0.3},
+        {"method": "slowmo", "outer_lr": 0.9, "outer_momentum": 0.3},
+        {"method": "desloc", "inner": "adopt", "beta2": 0.9999},
+        {"method": "mtdao", "inner": "adopt", "beta2": 0.9999, "slow_beta": 0.99},
+    ],
+    ids=lambda changed: changed["method"],
+)
+def test_every_setting_reaches_its_method(recipe, changed):
+    plain = train_simulated(recipe, method=changed["method"])[2]
+    assert not torch.equal(train_simulated(recipe, **changed)[2], plain)
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "wsd"])
+def test_a_schedule_warms_up_and_comes_down(recipe, schedule):
+    config = dataclasses.replace(
+        recipe("runs").smoke(), schedule=schedule, warmup_steps=10, num_steps=100
+    )
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    scheduler = recipe("pretrain").build_scheduler(config, optimizer)
+    rates = []
+    for _ in range(100):
+        rates += scheduler.get_last_lr()
+        optimizer.step()
+        scheduler.step()
+    assert rates[:10] == pytest.approx([(i + 1) / 10 for i in range(10)])
+    assert rates[10] == 1.0
+    assert sorted(rates[10:], reverse=True) == rates[10:]
+    halfway, last = {"cosine": (0.55, 0.1), "wsd": (1.0, 0.05)}[schedule]
+    assert rates[55] == pytest.approx(halfway, abs=0.01)
+    assert rates[-1] == pytest.approx(last, abs=0.01)
+    assert scheduler.get_last_lr()[0] >= 0
+
+
+def test_a_run_starts_from_the_weights_of_another(recipe, tmp_path):
+    pretrain, config = recipe("pretrain"), recipe("runs").smoke()
+    before, model = (pretrain.build_model(config) for _ in range(2))
+    file = tmp_path / "model.pt"
+    with pytest.raises(ValueError, match="init must be a file that exists, got .*pt"):
+        pretrain.load_weights(dataclasses.replace(config, init=file), model)
+    torch.save(before.state_dict(), file)
+    pretrain.load_weights(dataclasses.replace(config, init=file), model)
+    for a, b in zip(before.parameters(), model.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+# -------------------------------------------------------------------------------------
 # Resuming
 
 
@@ -495,7 +611,7 @@ def without_times(metrics):
 
 
 @pytest.mark.workers
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", TORCHRUN_METHODS)
 def test_a_run_trains_and_tells(recipe, place, method):
     output = torchrun(place, "--method", method, "--num-steps", str(NUM_STEPS))
     assert f"step {NUM_STEPS}/{NUM_STEPS}" in output
@@ -519,6 +635,7 @@ def test_a_run_trains_and_tells(recipe, place, method):
     for line in metrics:
         expected = line["step"] // period * facts["parameters"] * 4
         assert line["bytes_sent"] == pytest.approx(expected, rel=0.01)
+    assert (out / "model.pt").exists()
     assert (metrics[-1]["setup_bytes"] is None) == (method == "ddp")
     assert metrics[-1]["exposed_s"] <= metrics[-1]["wall_s"]
 
