@@ -25,8 +25,8 @@ class Stats(Protocol):
 class Report:
     """Writes rank 0's metrics, and shows them as a bar or, to a file, line by line.
 
-    run.json says what is run. A line of metrics.jsonl has these keys, which mean the
-    same in every method:
+    run.json says what is run, and at which steps with how many workers it was started.
+    A line of metrics.jsonl has these keys, which mean the same in every method:
 
         step         optimizer steps of each worker
         tokens       trained on so far, by all workers together
@@ -44,14 +44,15 @@ class Report:
         self, out: Path, config: Config, *, workers: int, parameters: int, start: int
     ) -> None:
         out.mkdir(parents=True, exist_ok=True)
-        facts = {"workers": workers, "parameters": parameters, **asdict(config)}
-        (out / "run.json").write_text(json.dumps(facts, default=str, indent=1) + "\n")
+        self._starts = starts_before(out / "run.json", start)
+        self._starts.append((start if self._starts else 0, workers))
+        facts = {**asdict(config), "workers": workers, "parameters": parameters}
+        facts["starts"] = self._starts
+        replace(out / "run.json", json.dumps(facts, default=str, indent=1) + "\n")
         file = out / "metrics.jsonl"
         keep_lines_until(file, start)
         self._file = open(file, "a", encoding="utf-8")
-        self._step_tokens = (
-            workers * config.accumulate * config.batch_size * config.context
-        )
+        self._worker_tokens = config.accumulate * config.batch_size * config.context
         self._num_steps = config.num_steps
         console = Console()
         self._bar = Progress(
@@ -62,7 +63,7 @@ class Report:
             disable=not console.is_terminal,
         )
         self._task = self._bar.add_task("", total=config.num_steps, completed=start)
-        self._last_step = start
+        self._last_tokens = self._tokens_until(start)
         self._began = self._last_time = time.perf_counter()
 
     def __enter__(self) -> "Report":
@@ -78,17 +79,26 @@ class Report:
         self._bar.stop()
         self._file.close()
 
+    def _tokens_until(self, step: int) -> int:
+        """Each step's are of as many workers as there were then."""
+        ends = [begin for begin, _ in self._starts[1:]] + [step]
+        steps = [
+            (end - begin) * workers
+            for (begin, workers), end in zip(self._starts, ends, strict=True)
+        ]
+        return sum(steps) * self._worker_tokens
+
     def line(
         self, step: int, loss: float, val_loss: float | None, lr: float, stats: Stats
     ) -> None:
         """Records what has happened since the last line."""
         now = time.perf_counter()
-        tokens = (step - self._last_step) * self._step_tokens
-        tokens_s = tokens / (now - self._last_time)
-        self._last_step, self._last_time = step, now
+        tokens = self._tokens_until(step)
+        tokens_s = (tokens - self._last_tokens) / (now - self._last_time)
+        self._last_tokens, self._last_time = tokens, now
         metrics = {
             "step": step,
-            "tokens": step * self._step_tokens,
+            "tokens": tokens,
             "loss": loss,
             "lr": lr,
             "bytes_sent": stats.bytes_sent,
@@ -111,6 +121,17 @@ class Report:
             print(f"step {step}/{self._num_steps}  {text}", flush=True)
 
 
+def starts_before(file: Path, step: int) -> list[tuple[int, int]]:
+    """Steps at which the run was started before, each with the workers from there on.
+
+    Not those from which on all steps are taken again.
+    """
+    if not file.exists():
+        return []
+    starts = json.loads(file.read_text(encoding="utf-8")).get("starts", [])
+    return [(begin, workers) for begin, workers in starts if begin < step]
+
+
 def keep_lines_until(file: Path, step: int) -> None:
     """Drops the lines after a step: a run that resumes there writes them again."""
     kept = []
@@ -119,6 +140,11 @@ def keep_lines_until(file: Path, step: int) -> None:
             # A kill may have left the last line unfinished; it is after the checkpoint.
             if line.endswith("\n") and json.loads(line)["step"] <= step:
                 kept.append(line)
+    replace(file, "".join(kept))
+
+
+def replace(file: Path, text: str) -> None:
+    """Writes a file that a kill leaves as it was or as it is to be."""
     unfinished = file.with_suffix(".unfinished")
-    unfinished.write_text("".join(kept), encoding="utf-8")
+    unfinished.write_text(text, encoding="utf-8")
     os.replace(unfinished, file)
