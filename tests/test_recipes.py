@@ -62,7 +62,7 @@ def complaint(configure, capsys, arguments):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "Expected one of {smoke, demo, stdlib_small}."),
+        ([], "Expected one of {smoke, demo, compare, stdlib_small}."),
         (["no_such_run"], "Unrecognized options: no_such_run Available subcommands"),
         (["smoke", "--method", "sgd"], "invalid choice 'sgd' for argument '--method'"),
         (["smoke", "--sync-evry", "3"], "Unrecognized options: --sync-evry"),
