@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -267,6 +267,81 @@ def digest_of(state: Any) -> str:
 
     feed(state)
     return digest.hexdigest()
+
+
+# --- names ----------------------------------------------------------------------------
+
+#: What torch.compile puts into the names of all that is in a module that it makes.
+_COMPILED = "_orig_mod."
+
+
+def inside(part: Any) -> Any:
+    """What torch.compile or DistributedDataParallel was given; else the part itself."""
+    while isinstance(part, nn.Module):
+        if isinstance(part, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+            part = part.module
+        elif (original := part._modules.get("_orig_mod")) is not None:
+            part = original
+        else:
+            break
+    return part
+
+
+def rename_(state: Any, part: nn.Module | torch.optim.Optimizer) -> None:
+    """Gives what is in a part's state the names that it has in the part, in place.
+
+    They differ where only one of two was compiled, in whole or in part.
+    """
+    if isinstance(part, nn.Module):
+        names, own = _names_in_module(state), _names_in_module(part.state_dict())
+    else:
+        names = _names_in_groups(state["param_groups"])
+        own = _names_in_groups(part.param_groups)
+    if names == own or not any(_COMPILED in f"{name}." for name in (*names, *own)):
+        return
+    places = {_plain_name(name): name for name in own}
+
+    def rename(name: str) -> str:
+        return places.get(_plain_name(name), _plain_name(name))
+
+    if isinstance(part, nn.Module):
+        _rename_keys_(state, rename)
+        _rename_keys_(getattr(state, "_metadata", {}), rename)
+    else:
+        _rename_in_optimizer_(state, rename)
+
+
+def _plain_name(name: str) -> str:
+    return f"{name}.".replace(_COMPILED, "")[:-1]
+
+
+def _names_in_module(state: Any) -> list[str]:
+    """Of tensors, and of the modules that are in it."""
+    return [*state, *getattr(state, "_metadata", ())]
+
+
+def _names_in_groups(groups: Any) -> list[str]:
+    """Of an optimizer's parameters, if they were given with names."""
+    return [name for group in groups for name in group.get("param_names", ())]
+
+
+def _rename_keys_(named: dict[str, Any], rename: Callable[[str], str]) -> None:
+    items = [*named.items()]
+    named.clear()
+    named.update((rename(name), value) for name, value in items)
+
+
+def _rename_in_optimizer_(state: Any, rename: Callable[[str], str]) -> None:
+    for group in state["param_groups"]:
+        if "param_names" in group:
+            group["param_names"] = [*map(rename, group["param_names"])]
+    for _, sync in _syncs({"state": state}):
+        for stream in sync["streams"].values():
+            stream["names"] = [*map(rename, stream["names"])]
+            for named in stream["tensors"].values():
+                _rename_keys_(named, rename)
+        for pending in sync["pending"]:
+            _rename_keys_(pending["share"], rename)
 
 
 # --- random generators ----------------------------------------------------------------

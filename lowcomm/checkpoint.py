@@ -52,7 +52,9 @@ from lowcomm._snapshot import (
     adapt_,
     digest_of,
     has_sync,
+    inside,
     merge_,
+    rename_,
     rng_state,
     seed_anew,
     set_rng_state,
@@ -151,7 +153,8 @@ class Checkpointer:
             so far may workers be apart.
         timeout_s: bound of every wait for another worker, in seconds.
         parts: whatever has `state_dict` and `load_state_dict`, by name: model,
-            optimizers, scheduler, loader.
+            optimizers, scheduler, loader. Whether `torch.compile` was used, or
+            `DistributedDataParallel`, may differ between `save` and `load`.
 
     Raises:
         TypeError: if a part cannot be saved and loaded, or `config` is not plain.
@@ -187,7 +190,7 @@ class Checkpointer:
                         f"{name} must have state_dict and load_state_dict, got a "
                         f"{type(part).__name__}. Put it into a class that has them."
                     )
-        self._parts = parts
+        self._parts = {name: inside(part) for name, part in parts.items()}
         self._config = _plain(config)
         self._keep = keep
         self._timeout_s = timeout_s
@@ -604,9 +607,12 @@ class Checkpointer:
         """Loads what was read."""
         # Our optimizers first: they refuse other settings before they change anything.
         for name in sorted(found.states, key=lambda n: not has_sync(found.states[n])):
-            load, state = self._parts[name].load_state_dict, found.states[name]
+            part: Any = self._parts[name]
+            load, state = part.load_state_dict, found.states[name]
+            if isinstance(part, nn.Module | torch.optim.Optimizer):
+                rename_(state, part)
             if not strict and has_sync(state) and _takes_strict(load):
-                load(state, strict=False)  # type: ignore[call-arg]
+                load(state, strict=False)
             else:
                 load(state)
         if found.is_new:

@@ -294,6 +294,93 @@ def test_what_is_written_under_a_key_is_read_under_it(tmp_path, name):
     assert lowcomm.simulate(worker, 2) == [True, True]
 
 
+def compiled(model):
+    return torch.compile(model, backend="eager")
+
+
+def blocks_compiled(model):
+    model[0], model[2] = compiled(model[0]), compiled(model[2])
+    return model
+
+
+WRAPPED = {
+    "plain": lambda model: model,
+    "compiled": compiled,
+    "blocks": blocks_compiled,
+    "DataParallel": nn.DataParallel,
+    "compiled DataParallel": lambda model: compiled(nn.DataParallel(model)),
+}
+
+
+class Doubled(nn.Linear):
+    """A layer with a version, in the first of which its weight was half as large."""
+
+    _version = 2
+
+    def _load_from_state_dict(self, state, prefix, metadata, *rest):
+        if metadata.get("version") != 2:
+            state[f"{prefix}weight"] = 2 * state[f"{prefix}weight"]
+        super()._load_from_state_dict(state, prefix, metadata, *rest)
+
+
+def a_network():
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), Doubled(4, 2))
+
+
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("plain", "compiled"),
+        ("compiled", "plain"),
+        ("compiled", "compiled"),
+        ("blocks", "plain"),
+        ("plain", "blocks"),
+        ("compiled", "blocks"),
+        ("blocks", "blocks"),
+        ("DataParallel", "plain"),
+        ("compiled DataParallel", "blocks"),
+    ],
+)
+def test_what_was_saved_compiled_is_loaded_plain(tmp_path, before, after, named):
+    """Every name begins with `_orig_mod.` or `module.`, and none is found."""
+
+    def build(kind):
+        plain = a_network()
+        model = WRAPPED[kind](plain)
+        of = plain if "DataParallel" in kind else model
+        params = of.named_parameters() if named else of.parameters()
+        opt = lowcomm.DiLoCo(
+            params, lr=0.1, sync_every=4, overlap=2, codec="int8", error_feedback=True
+        )
+        return model, opt
+
+    def go(model, opt, steps):
+        for step in steps:
+            generator = torch.Generator().manual_seed(step)
+            opt.zero_grad()
+            model(torch.randn(5, 3, generator=generator)).square().sum().backward()
+            opt.step()
+
+    def worker(rank, group):
+        model, opt = build(before)
+        go(model, opt, range(9))  # the second round's share is under way
+        with lowcomm.Checkpointer(tmp_path, model=model, optimizer=opt) as ckpt:
+            ckpt.save(9)
+        other, resumed = build(after)
+        lowcomm.Checkpointer(tmp_path, model=other, optimizer=resumed).load()
+        for one in ((model, opt), (other, resumed)):
+            go(*one, range(9, 15))
+        ends = [[*m.state_dict().values()] for m in (model, other)]
+        return same(*map(snapshot, ends)) and same(
+            inner_state_of(opt), inner_state_of(resumed)
+        )
+
+    with torch.compiler.set_stance("force_eager"):  # nothing but names is of interest
+        assert lowcomm.simulate(worker, 1) == [True]
+
+
 # -------------------------------------------------------------------------------------
 # Several workers, one directory
 
