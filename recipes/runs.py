@@ -4,10 +4,10 @@
 that overrides it: `demo --method ddp --num-steps 200`.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import tyro
 
@@ -223,9 +223,297 @@ def stdlib_small() -> Config:
     )
 
 
-RUNS: dict[str, Callable[[], Config]] = {
-    run.__name__: run for run in (smoke, demo, compare, stdlib_small)
-}
+# -------------------------------------------------------------------------------------
+# The papers' runs, each worker a GPU
+#
+# Methods, periods, rates, decays, warm-up and batches are the papers'. Shapes of models
+# and lengths are ours where docs/recipes.md says so. Each has a sibling for a CPU, with
+# `-tiny` behind its name.
+
+
+ON_GPUS: dict[str, Any] = {"bf16": True, "eval_every": 500, "save_every": 1000}
+
+
+def diloco_150m() -> Config:
+    """DiLoCo: 8 workers, rounds of 500 steps; begin from 24 000 steps of ddp."""
+    return Config(
+        "diloco-150m",
+        workers=8,
+        method="diloco",
+        sync_every=500,
+        outer_lr=0.7,
+        outer_momentum=0.9,
+        vocab_size=32_000,
+        context=1024,
+        hidden_size=896,
+        num_layers=12,
+        num_heads=16,
+        batch_size=16,
+        accumulate=32,
+        num_steps=88_000,
+        lr=4e-4,
+        warmup_steps=1000,
+        **ON_GPUS,
+    )
+
+
+def opendiloco_150m() -> Config:
+    """OpenDiLoCo: DiLoCo's settings from random weights, and half of the bytes."""
+    return replace(
+        diloco_150m(), name="opendiloco-150m", codec="bf16", hidden_size=1024
+    )
+
+
+def opendiloco_1b() -> Config:
+    """OpenDiLoCo: 4 workers, rounds of 125 steps, 2 million tokens a worker."""
+    return replace(
+        opendiloco_150m(),
+        name="opendiloco-1b",
+        workers=4,
+        sync_every=125,
+        hidden_size=2048,
+        num_layers=22,
+        num_heads=32,
+        accumulate=128,
+    )
+
+
+def streaming_1b() -> Config:
+    """Streaming DiLoCo: 8 fragments of three layers, 4 bits, rounds of 100 steps."""
+    return Config(
+        "streaming-1b",
+        workers=2,
+        method="streaming",
+        sync_every=100,
+        fragments=8,
+        overlap=5,
+        codec="int4",
+        outer_lr=0.4,
+        outer_momentum=0.9,
+        vocab_size=32_000,
+        context=2048,
+        hidden_size=2048,
+        num_layers=24,
+        num_heads=16,
+        batch_size=8,
+        accumulate=32,
+        num_steps=24_000,
+        lr=2.5e-4,
+        beta2=0.99,
+        warmup_steps=1000,
+        **ON_GPUS,
+    )
+
+
+def noloco_small() -> Config:
+    """NoLoCo: 8 workers in pairs, 125 million parameters, rounds of 50 steps."""
+    return Config(
+        "noloco-small",
+        workers=8,
+        method="noloco",
+        sync_every=50,
+        outer_lr=0.7,
+        outer_momentum=0.5,
+        vocab_size=50_000,
+        context=1024,
+        hidden_size=768,
+        num_layers=12,
+        num_heads=12,
+        batch_size=16,
+        accumulate=4,
+        num_steps=25_000,
+        lr=6e-4,
+        warmup_steps=1000,
+        **ON_GPUS,
+    )
+
+
+def noloco_medium() -> Config:
+    """NoLoCo: the same with 1.3 billion parameters and a million tokens in a batch."""
+    return replace(
+        noloco_small(),
+        name="noloco-medium",
+        hidden_size=2048,
+        num_layers=24,
+        num_heads=32,
+        accumulate=8,
+        lr=2e-4,
+    )
+
+
+def desloc_135m() -> Config:
+    """DES-LOC: 4 workers, ADOPT, periods of 32, 96 and 192 steps, 6.4 B tokens."""
+    return Config(
+        "desloc-135m",
+        workers=4,
+        method="desloc",
+        sync_every=32,
+        vocab_size=49_152,
+        context=2048,
+        hidden_size=576,
+        num_layers=30,
+        num_heads=9,
+        batch_size=16,
+        accumulate=16,
+        num_steps=3072,
+        inner="adopt",
+        lr=2.1e-3,
+        beta1=0.95,
+        beta2=0.9999,
+        warmup_steps=512,
+        schedule="wsd",
+        weight_decay=0.0,
+        **ON_GPUS,
+    )
+
+
+def desloc_720m() -> Config:
+    """DES-LOC: the same with 720 million parameters."""
+    return replace(
+        desloc_135m(),
+        name="desloc-720m",
+        vocab_size=32_000,
+        hidden_size=1536,
+        num_layers=24,
+        num_heads=12,
+        num_steps=8192,
+        warmup_steps=2048,
+    )
+
+
+def desloc_1700m() -> Config:
+    """DES-LOC: 40 B tokens with the least traffic, periods of 256, 768 and 1536."""
+    return replace(
+        desloc_135m(),
+        name="desloc-1.7b",
+        sync_every=256,
+        hidden_size=2048,
+        num_layers=32,
+        num_heads=32,
+        num_steps=19_200,
+        warmup_steps=2048,
+    )
+
+
+def mtdao_16m() -> Config:
+    """MT-DAO: 4 workers, ADOPT with a momentum of 0.999, everything every 32 steps."""
+    return Config(
+        "mtdao-16m",
+        workers=4,
+        method="mtdao",
+        sync_every=32,
+        slow_beta=0.999,
+        omega=0.9,
+        vocab_size=32_000,
+        context=2048,
+        hidden_size=256,
+        num_layers=10,
+        num_heads=4,
+        batch_size=16,
+        accumulate=16,
+        num_steps=8192,
+        inner="adopt",
+        lr=2e-3,
+        beta2=0.9999,
+        warmup_steps=2048,
+        schedule="wsd",
+        weight_decay=0.0,
+        **ON_GPUS,
+    )
+
+
+def mtdao_125m() -> Config:
+    """MT-DAO: the same with 125 million parameters."""
+    return replace(
+        mtdao_16m(),
+        name="mtdao-125m",
+        vocab_size=50_000,
+        hidden_size=768,
+        num_layers=12,
+        num_heads=12,
+    )
+
+
+def mtdao_720m() -> Config:
+    """MT-DAO: the same with 720 million parameters."""
+    return replace(
+        mtdao_16m(),
+        name="mtdao-720m",
+        hidden_size=1536,
+        num_layers=24,
+        num_heads=12,
+    )
+
+
+def intellect_1() -> Config:
+    """INTELLECT-1's rounds, 100 steps and int8, for a model that one GPU holds."""
+    return replace(
+        opendiloco_1b(),
+        name="intellect-1",
+        workers=8,
+        sync_every=100,
+        codec="int8",
+        context=2048,
+        batch_size=8,
+        accumulate=16,
+        num_steps=40_000,
+    )
+
+
+TINY_STEPS = 800  # about; and rounds are of two steps at least
+
+
+def tiny(run: Config) -> Config:
+    """A run's sibling for minutes on a CPU: the same method, workers and rounds.
+
+    There are as many rounds, and warm-up is the same part of the run. A slow momentum
+    keeps as much of itself over a round. Model, windows and inner rate are `compare`'s.
+    """
+    rounds = run.num_steps // run.sync_every
+    every = max(2, TINY_STEPS // rounds)
+    shorter = every / run.sync_every
+    kept = (
+        "workers", "method", "outer_lr", "outer_momentum", "fragments", "codec",
+        "omega", "inner", "beta1", "beta2", "schedule", "weight_decay", "clip_norm",
+    )  # fmt: skip
+    return replace(
+        compare(),
+        name=f"{run.name}-tiny",
+        sync_every=every,
+        num_steps=every * rounds,
+        warmup_steps=max(1, round(run.warmup_steps * shorter)),
+        overlap=None if run.overlap is None else max(1, round(run.overlap * shorter)),
+        slow_beta=run.slow_beta ** (1 / shorter),
+        log_every=20,
+        eval_every=100,
+        **{name: getattr(run, name) for name in kept},
+    )
+
+
+PAPERS = (
+    diloco_150m, opendiloco_150m, opendiloco_1b, streaming_1b, noloco_small,
+    noloco_medium, desloc_135m, desloc_720m, desloc_1700m, mtdao_16m, mtdao_125m,
+    mtdao_720m, intellect_1,
+)  # fmt: skip
+
+
+def all_runs() -> dict[str, tuple[str, Config]]:
+    """Descriptions and configurations of all runs, by name."""
+    runs: dict[str, tuple[str, Config]] = {}
+    for run in (smoke, demo, compare, stdlib_small, *PAPERS):
+        config, description = run(), run.__doc__ or ""
+        runs[config.name] = description, config
+        if run in PAPERS:
+            small = tiny(config)
+            runs[small.name] = f"{config.name} for minutes on a CPU.", small
+    return runs
+
+
+def count_parameters(config: Config) -> int:
+    """Values of the Llama that pretrain.py builds: embeddings, blocks, norms."""
+    width, inside = config.hidden_size, config.hidden_size * 8 // 3
+    block = 4 * width**2 + 3 * width * inside + 2 * width
+    return config.vocab_size * width + config.num_layers * block + width
 
 
 def configure(arguments: Sequence[str], *, quiet: bool = False) -> Config:
@@ -235,7 +523,6 @@ def configure(arguments: Sequence[str], *, quiet: bool = False) -> Config:
         arguments: what follows the script's name on the command line.
         quiet: print neither help nor errors; another worker does.
     """
-    runs = {name: (run.__doc__ or "", run()) for name, run in RUNS.items()}
     return tyro.extras.overridable_config_cli(
-        runs, prog="pretrain.py", args=arguments, console_outputs=not quiet
+        all_runs(), prog="pretrain.py", args=arguments, console_outputs=not quiet
     )

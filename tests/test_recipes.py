@@ -62,7 +62,7 @@ def complaint(configure, capsys, arguments):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "Expected one of {smoke, demo, compare, stdlib_small}."),
+        ([], "Expected one of {smoke, demo, compare, stdlib_small, diloco-150m, "),
         (["no_such_run"], "Unrecognized options: no_such_run Available subcommands"),
         (["smoke", "--method", "sgd"], "invalid choice 'sgd' for argument '--method'"),
         (["smoke", "--sync-evry", "3"], "Unrecognized options: --sync-evry"),
@@ -92,8 +92,69 @@ def test_one_worker_explains_for_all(recipe, capsys):
 
 def test_every_run_carries_its_name(recipe):
     runs = recipe("runs")
-    for name in runs.RUNS:
+    for name in runs.all_runs():
         assert runs.configure([name, "--num-steps", "7"]).name == name
+
+
+def papers(recipe):
+    runs = recipe("runs")
+    return [run() for run in runs.PAPERS]
+
+
+def test_parameters_are_counted(recipe):
+    config = recipe("runs").smoke()
+    model = recipe("pretrain").build_model(config)
+    built = sum(parameter.numel() for parameter in model.parameters())
+    assert recipe("runs").count_parameters(config) == built
+
+
+def test_a_paper_run_has_the_size_in_its_name(recipe):
+    units = {"m": 1e6, "b": 1e9}
+    for config in papers(recipe):
+        size = re.search(r"-(\d+\.?\d*)([mb])$", config.name)
+        if size:
+            count = recipe("runs").count_parameters(config)
+            assert 0.9 < count / (float(size[1]) * units[size[2]]) < 1.3, config.name
+
+
+def test_the_page_on_runs_launches_each_with_its_workers(recipe):
+    text = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
+    launched = re.findall(r"--nnodes (\d+) --nproc-per-node (\d+) .*RUN (\S+)", text)
+    workers = {name: int(nodes) * int(each) for nodes, each, name in launched}
+    assert workers == {config.name: config.workers for config in papers(recipe)}
+    for config in papers(recipe):
+        row = rf"\| `{config.name}` \| {config.workers} \|.*every {config.sync_every}\b"
+        assert re.search(row, text), config.name
+        batch = config.batch_size * config.accumulate
+        assert f"| {batch} × {config.context}" in re.search(row + ".*", text)[0]
+
+
+def test_a_tiny_sibling_keeps_the_ratios(recipe):
+    runs = recipe("runs")
+    for config in papers(recipe):
+        tiny = runs.tiny(config)
+        assert tiny.num_steps <= 1500, tiny.name
+        rounds = config.num_steps // config.sync_every
+        assert tiny.num_steps == rounds * tiny.sync_every
+        shares = [c.warmup_steps / c.num_steps for c in (config, tiny)]
+        assert shares[1] == pytest.approx(shares[0], rel=0.1, abs=0.001)
+        left = [c.slow_beta**c.sync_every for c in (config, tiny)]
+        assert left[1] == pytest.approx(left[0])
+        for name in ("workers", "method", "outer_lr", "outer_momentum", "codec"):
+            assert getattr(tiny, name) == getattr(config, name)
+
+
+def test_every_tiny_sibling_trains(recipe):
+    runs, trials, data = recipe("runs"), recipe("trials"), recipe("data")
+    tokens = np.tile(np.arange(600, dtype=np.uint16), 200)
+    corpus = data.Corpus("count", tokens, tokens[:2000])
+    for config in papers(recipe):
+        steps = 2 * runs.tiny(config).sync_every + 1
+        tiny = dataclasses.replace(
+            runs.tiny(config), workers=2, num_steps=steps, eval_windows=8
+        )
+        trial = trials.train(tiny, corpus)
+        assert trial.final.val_loss < 6.6, tiny.name
 
 
 # -------------------------------------------------------------------------------------
