@@ -1,11 +1,18 @@
-"""`python -m lowcomm plan`: what low-communication training costs on a link."""
+"""The command line.
+
+`python -m lowcomm plan`: what low-communication training costs on a link.
+`python -m lowcomm lighthouse`: where workers meet that come and go.
+"""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
 import sys
 import textwrap
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -48,8 +55,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Args:
         arguments: in place of those that the program was called with.
     """
-    parser = argparse.ArgumentParser(prog="python -m lowcomm", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m lowcomm")
     commands = parser.add_subparsers(dest="command", required=True)
+    light = commands.add_parser(
+        "lighthouse", help="where the workers of an ElasticGroup meet; runs until ended"
+    )
+    light.add_argument(
+        "--bind", default="0.0.0.0:29510", help="where to listen (%(default)s)"
+    )
+    light.add_argument(
+        "--heartbeat-s",
+        type=float,
+        default=2.0,
+        help="who is silent for longer is taken for dead (%(default)s)",
+    )
     command = commands.add_parser(
         "plan",
         help="bytes, waiting, hours and memory; docs/planner.md explains them",
@@ -68,6 +87,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     command.add_argument("--json", action="store_true", help="print JSON, no table")
     command.add_argument("--png", metavar="FILE", help="draw it")
     given = vars(parser.parse_args(arguments))
+    if given["command"] == "lighthouse":
+        try:
+            return _lighthouse(given["bind"], given["heartbeat_s"])
+        except (ImportError, RuntimeError) as error:
+            light.error(str(error))
     settings = {k: v for k, v in given.items() if k in _NEEDED | _OPTIONAL}
     try:
         answer = plan(**settings, **_choices(given))
@@ -79,6 +103,27 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(json.dumps({**settings, "rows": answer.as_dicts()}, indent=2))
     else:
         print(*_lines(answer, settings), sep="\n")
+
+
+def _lighthouse(bind: str, heartbeat_s: float) -> None:
+    os.environ.setdefault("RUST_LOG", "off")
+    try:
+        from torchft.coordination import LighthouseServer
+    except ImportError:
+        raise ImportError(
+            "torchft must be installed for a lighthouse. Run `pip install "
+            "'lowcomm[elastic]'`."
+        ) from None
+    server = LighthouseServer(
+        bind=bind,
+        min_replicas=1,
+        join_timeout_ms=1000,
+        quorum_tick_ms=50,
+        heartbeat_timeout_ms=round(1000 * heartbeat_s),
+    )
+    print(f"lighthouse at {server.address().removeprefix('http://')}", flush=True)
+    with contextlib.suppress(KeyboardInterrupt):
+        threading.Event().wait()
 
 
 def _choices(given: dict[str, Any]) -> dict[str, Any]:

@@ -488,9 +488,6 @@ class _UnreliableGroup(Group):
     def new_lane(self) -> int:
         return self._group.new_lane()
 
-    def commit(self, round: int) -> bool:
-        return self._group.commit(round)
-
     def now(self) -> float:
         return self._group.now()
 

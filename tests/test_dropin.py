@@ -1417,3 +1417,13 @@ def test_the_round_trip_keeps_the_dtype_of_the_outer_state():
     own = tensors_of({k: v for k, v in state.items() if k not in ("state",)})
     wide = [t for t in own if t.dtype == torch.float32 and t.numel() == 15]
     assert len(wide) >= 2  # the anchor and the momentum of the 5 x 3 weight
+
+
+def test_a_checkpoint_with_other_parameter_names_is_refused_and_changes_nothing():
+    saved, model = network(), network(seed=1)
+    state = lowcomm.DiLoCo(saved.named_parameters(), sync_every=2).state_dict()
+    opt = lowcomm.DiLoCo(model.parameters(), sync_every=2)
+    before = copy.deepcopy(opt.state_dict())
+    with pytest.raises(ValueError, match=r"^names of the parameters must be those of"):
+        opt.load_state_dict(state)
+    assert same(opt.state_dict(), before)

@@ -32,7 +32,10 @@ INNER = {"lowcomm.optim.adopt", "lowcomm.optim.qh_adamw"}
 STORES = {"lowcomm._folder", "lowcomm._snapshot", "lowcomm.checkpoint"}
 PRINTS = {"lowcomm.__main__", "lowcomm.cli"}
 # What is imported when it is asked for, and need not be there.
-OPTIONAL = {"lowcomm.__main__": {"matplotlib"}}
+OPTIONAL = {
+    "lowcomm.__main__": {"matplotlib", "torchft"},
+    "lowcomm.sync.roll": {"torchft"},
+}
 
 
 def modules(root: Path, *folders: str) -> Iterator[tuple[str, ast.Module]]:

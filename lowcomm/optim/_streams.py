@@ -204,6 +204,19 @@ class Anchored(Stream):
         self.agreed = self.anchor = self.layout.new(self._device)
         self.momentum = self.layout.new(self._device) if self._has_momentum else None
 
+    def follow_(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
+        if self.peers is not everyone:  # anchors of one's own are nobody else's
+            return
+        own = self.layout.empty()
+        for chunk in self.layout.chunks:
+            self.layout.gather_(chunk, own[chunk])
+            own[chunk].sub_(self.anchor[chunk].to(own[chunk].device))
+        for kind, flats in self._kept().items():
+            self.layout.write_(flats, state.get(kind, {}))
+        for chunk in self.layout.chunks:
+            own[chunk].add_(self.anchor[chunk].to(own[chunk].device))
+            self.layout.scatter_(chunk, own[chunk])
+
     def state(self) -> dict[str, dict[str, Tensor]]:
         return {kind: self.layout.read(flats) for kind, flats in self._kept().items()}
 

@@ -81,7 +81,8 @@ class AbstractWrapper(Optimizer):
         buffers: a module or tensors. Floating buffers are averaged in each round,
             others are taken from rank 0.
         bucket_bytes: largest message, in bytes.
-        timeout_s: bound of every wait for another worker, in seconds.
+        timeout_s: bound of every wait for another worker, in seconds; that of the
+            group if None, which is 600 s where it says nothing.
         init_sync: start from rank 0's parameters and buffers.
         inner: keyword arguments for AdamW.
     """
@@ -112,12 +113,13 @@ class AbstractWrapper(Optimizer):
         trim_shares: int = 0,
         buffers: nn.Module | Iterable[Tensor] | None = None,
         bucket_bytes: int = 4 << 20,
-        timeout_s: float = 600.0,
+        timeout_s: float | None = None,
         init_sync: bool = True,
         **inner: Any,
     ) -> None:
         check_number("bucket_bytes", bucket_bytes, int, least=1)
-        check_positive("timeout_s", timeout_s)
+        if timeout_s is not None:
+            check_positive("timeout_s", timeout_s)
         if not (callable(weight) or weight in ("equal", "steps")):
             raise ValueError(
                 f"weight must be 'equal', 'steps' or a function, got {weight=}."
@@ -138,16 +140,15 @@ class AbstractWrapper(Optimizer):
         self._weight = weight
         self._buffers = _named_buffers(buffers)
         self._bucket_bytes = bucket_bytes
-        self._timeout_s = timeout_s
         self._init_sync = init_sync
         self._group: Group = resolve_group(group)
+        self._timeout_s = self._group.timeout_s if timeout_s is None else timeout_s
         # Not Optimizer.__init__, which would lay out groups and state of its own. This
         # is how torch makes an optimizer from parts: it adds hooks and patches step.
         Optimizer.__setstate__(self, {})
         self._build()
-        self._engine.agree(self._plan())
-        if init_sync:
-            self._engine.broadcast({**self._named(), **self._buffers})
+        first = {**self._named(), **self._buffers} if init_sync else {}
+        self._engine.enter(self._plan(), first)
 
     # ------------------------------------------------------------- for subclasses
 
@@ -210,6 +211,8 @@ class AbstractWrapper(Optimizer):
             bucket_bytes=self._bucket_bytes,
             heal=self._states.heal_,
             check=self._check_trainable,
+            give=self._give,
+            take=self._take,
         )
 
     def _buffer_streams(self, like: Stream) -> list[Stream]:
@@ -285,8 +288,24 @@ class AbstractWrapper(Optimizer):
             "clip_shares": self._robust.clip,
             "trim_shares": self._robust.trim,
             "weight": self._weight if isinstance(self._weight, str) else "a function",
-            "workers": len(self._group.members(0)),
+            "workers": None if self._group.is_elastic else len(self._group.members(0)),
         }
+
+    def _give(self) -> dict[str, Any]:
+        """The whole state, for a worker that comes: it begins as a copy of this one."""
+        optimizer = self.state_dict()
+        sync = optimizer[_OWN_KEY]["sync"] | {"pending": []}
+        optimizer[_OWN_KEY] = optimizer[_OWN_KEY] | {"sync": sync}
+        return {"optimizer": optimizer, "tensors": {**self._named(), **self._buffers}}
+
+    def _take(self, state: Mapping[str, Any]) -> None:
+        """Takes it, but not the giver's own progress: that is in its own share."""
+        with torch.no_grad():
+            for name, tensor in {**self._named(), **self._buffers}.items():
+                tensor.copy_(state["tensors"][name])
+        self.load_state_dict(state["optimizer"])
+        self._to_global_()
+        self._engine.begin_share()
 
     def _state_streams(self) -> list[AverageState]:
         return [s for s in self._engine.streams if isinstance(s, AverageState)]
@@ -426,6 +445,12 @@ class AbstractWrapper(Optimizer):
                 f"{len(self.inner)} inner optimizers. Build the optimizer again, with "
                 "the group in one of them."
             )
+        if self._group.is_elastic:
+            raise ValueError(
+                "add_param_group must be called with a fixed group of workers, got an "
+                "ElasticGroup: not all would add it at the same time. Build the "
+                "optimizer with all groups, some with a learning rate of 0."
+            )
         before = self._named()
         self.inner.add_param_group(param_group)
         added = {n: p for n, p in self._named().items() if n not in before}
@@ -521,6 +546,15 @@ class AbstractWrapper(Optimizer):
                     f"with {key}={saved.get(key)!r} in the checkpoint. Build the "
                     "optimizer alike, or load what fits with strict=False."
                 )
+        streams = own["sync"]["streams"] if own is not None and strict else {}
+        names = {n for stream in streams.values() for n in stream["names"]}
+        known = {n for s in self._engine.streams for n in s.layout.specs}
+        if not names <= known:
+            raise ValueError(
+                "names of the parameters must be those of the checkpoint, got "
+                f"{sorted(known)[:3]} with {sorted(names - known)[:3]} in the "
+                "checkpoint. Pass model.named_parameters() in both runs or in none."
+            )
         lengths = [len(group["params"]) for group in state_dict["param_groups"]]
         if lengths != [len(group["params"]) for group in self.param_groups]:
             raise ValueError(
@@ -614,14 +648,19 @@ class AbstractWrapper(Optimizer):
         try:
             if mean is not None:
                 layout.scatter_all_(mean)
-            elif self._engine.started:
-                for stream in agreed:
-                    assert stream.agreed is not None
-                    stream.layout.scatter_all_(stream.agreed)
+            else:
+                self._to_global_()
             yield
         finally:
             layout.scatter_all_(local)
             self._swapped = False
+
+    def _to_global_(self) -> None:
+        """Puts what workers have agreed on into the model, where the method has it."""
+        for stream in self._engine.streams:
+            if stream.holds_global and self._engine.started:
+                assert stream.agreed is not None
+                stream.layout.scatter_all_(stream.agreed)
 
     def _refuse_when_swapped(self, what: str) -> None:
         if self._swapped:

@@ -17,6 +17,7 @@ from torch import Tensor
 from lowcomm.sync.errors import PeerLost, PeerMismatch, SyncError
 from lowcomm.sync.fingerprint import fingerprint, number_of
 from lowcomm.sync.flat import Flats
+from lowcomm.sync.handover import give, take
 from lowcomm.sync.mean import (
     Header,
     Job,
@@ -30,16 +31,19 @@ from lowcomm.sync.mean import (
 )
 from lowcomm.sync.peers import Peers, everyone
 from lowcomm.sync.presence import Presence
+from lowcomm.sync.reform import Council, Facts, Place, UnderWay
 from lowcomm.sync.seam import Group, Task
 from lowcomm.sync.staging import Staged
 from lowcomm.sync.stats import Stats
 from lowcomm.sync.stream import Landing, Stream
-from lowcomm.sync.talk import Talk
+from lowcomm.sync.talk import Talk, check_plans
 
 _log = logging.getLogger(__name__)
 
 #: At the most so many rounds pass until all of the agreed values have been compared.
 _FINGERPRINT_PARTS = 64
+
+_HANDOVER = Header.of_setup("handover")
 
 _NOT_FINITE = "round %d of %r goes without %s share: it is not finite"
 
@@ -53,6 +57,7 @@ class _Progress:
     began: int | None = 0  # clock at the round's start, while `due` is not known
     round: int = 0
     launched_at: int = 0  # steps taken at its last launch
+    landed_in: str = ""  # among whom its last round was
     settled_at: int = 0  # steps taken when workers were last made equal
     verified: bool = False  # whether the whole of `agreed` has been compared
     waiting: dict[str, Tensor] = field(default_factory=dict)  # to be taken in
@@ -83,11 +88,14 @@ class _Pending:
     members: tuple[int, ...]
     partial: bool  # whether others may have rounds of their own at the same time
     declined: bool  # whether the others go on without this worker
+    num_workers: int  # at the launch
     shares: Flats
     results: Flats
+    serves: bool = False  # has no share, and was not launched by this worker
     lost: Flats | None = None
     staged: Staged | None = None
     in_place: bool = False  # alone and at once: shares are taken as they are applied
+    epoch: str = ""  # among whom it was sent
     wire: Wire | None = None  # None before it is sent
     task: Task | None = None
 
@@ -112,6 +120,8 @@ class Engine:
         bucket_bytes: largest message.
         heal: called when the worker has taken a result in place of a broken state.
         check: called before a round; raises if the tensors are no longer right.
+        give: returns the whole state, for a worker that comes.
+        take: takes it.
     """
 
     def __init__(
@@ -124,6 +134,8 @@ class Engine:
         bucket_bytes: int,
         heal: Callable[[], None],
         check: Callable[[], None],
+        give: Callable[[], Any],
+        take: Callable[[Any], None],
     ) -> None:
         if not group.matches_tags:
             for stream in streams:
@@ -142,6 +154,8 @@ class Engine:
         self._weight = weight
         self._heal = heal
         self._check = check
+        self._give, self._take = give, take
+        self._is_fresh = True
         self._stats = Stats()
         self._unreported: list[Stats] = []
         # Counts steps as the schedules do; `finish` brings it to the same value
@@ -169,6 +183,192 @@ class Engine:
         """The streams in order."""
         return [progress.stream for progress in self._progress]
 
+    # ------------------------------------------------------------------ workers
+
+    def enter(self, plan: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        """Comes among the workers.
+
+        Args:
+            plan: in which they must not differ, as named lines.
+            tensors: that begin as the first worker has them.
+        """
+        self._plan, self._first = plan, tensors
+        if self.group.is_elastic:
+            self._reform()
+            self._with_workers(self._exchange_due)
+        else:
+            self._begin()
+
+    def _begin(self) -> None:
+        self._talk.agree(self._plan)
+        if self._first:
+            self._talk.broadcast(self._first)
+
+    def _with_workers(self, work: Callable[[], None]) -> None:
+        """Does what needs the others; where they come and go, with those that are left.
+
+        Args:
+            work: may be begun again at any time.
+        """
+        is_broken = self.group.calls
+        while True:
+            if is_broken:
+                self._reform()
+            try:
+                return work()
+            except PeerLost as error:
+                if not self.group.is_elastic:
+                    raise
+                _log.warning("settling anew: %s", error)
+                is_broken = True
+
+    def _reform(self) -> None:
+        """Goes on with the workers that are there now."""
+        before = self.group.members(0)
+        while True:
+            self.group.reform(self._stats.rounds)
+            self._talk.renew()
+            self._presence = Presence(self._talk)
+            try:
+                council = self._meet()
+            except PeerLost:
+                continue
+            except BaseException:
+                self.group.close()  # the others need not wait to find out
+                raise
+            self._next = self._next_event()
+            self.group.tell_change(before, council.steps)
+            return
+
+    def _meet(self) -> Council:
+        """Settles what becomes of rounds under way, and who takes a state from whom."""
+        facts = self._talk.gather(self._facts().pack())
+        council = Council(
+            {rank: Facts.unpack(told) for rank, told in facts.items()}, self.group.main
+        )
+        if council.old:
+            self._settle_rounds(council)
+            for taker, donor in council.donors().items():
+                if donor == self.group.rank:
+                    self._give_to(taker, council)
+                elif taker == self.group.rank:
+                    self._take_from(donor, council)
+        else:
+            self._begin()
+        self._is_fresh = False
+        return council
+
+    def _facts(self) -> Facts:
+        under_way = {
+            pending.progress.stream.name: UnderWay(
+                pending.epoch,
+                pending.members,
+                pending.clock,
+                pending.wire is not None and pending.wire.seal() is not None,
+            )
+            for pending in self._pending
+        }
+        places = {
+            p.stream.name: Place(p.round, p.landed_in, under_way.get(p.stream.name))
+            for p in self._progress
+        }
+        return Facts(self._is_fresh, self._stats.steps, self._clock, places)
+
+    def _settle_rounds(self, council: Council) -> None:
+        pendings, self._pending = self._pending, []
+        for pending in pendings:
+            progress, wire = pending.progress, pending.wire
+            if council.is_used(self.group.rank, progress.stream.name):
+                assert wire is not None
+                outcome = wire.seal()
+                assert outcome is not None
+                if pending.serves:
+                    self._land_served(pending, outcome)
+                else:
+                    self._land(pending, outcome, 0.0, settle=False)
+            elif pending.serves or self.group.rank in council.behind:
+                pass  # what was done here is still in the tensors
+            elif pending.kept:
+                self._pending.append(self._again(pending))
+            elif not progress.stream.schedule.never:
+                progress.due, progress.began = pending.clock, None
+
+    def _again(self, pending: _Pending) -> _Pending:
+        """The same share for another exchange; the old one's memory is left to it."""
+        progress = pending.progress
+        members, partial = self._partners(progress, progress.stream.peers)
+        return self._new_pending(
+            progress,
+            clock=pending.clock,
+            steps=pending.steps,
+            finite=pending.finite,
+            norm=pending.norm,
+            weight=pending.weight,
+            members=members,
+            partial=partial,
+            declined=False,
+            num_workers=pending.num_workers,
+            shares=pending.shares,
+        )
+
+    def _give_to(self, taker: int, council: Council) -> None:
+        if taker in council.fresh:
+            state = {"plan": self._plan, "all": self._give()}
+        else:
+            state = {"clock": self._clock, "streams": self._agreed()}
+        state["landed_in"] = [progress.landed_in for progress in self._progress]
+        wire = self._talk.wire(sorted((taker, self.group.rank)), _HANDOVER)
+        self._talk.wait(
+            self._talk.run(give(wire, taker, state, self._talk.bucket_bytes))
+        )
+        self._talk.setup_bytes += wire.bytes_sent
+
+    def _agreed(self) -> dict[str, Any]:
+        """Where each stream is, and what all workers agree on."""
+        return {
+            progress.stream.name: {
+                "due": progress.due,
+                "began": progress.began,
+                "round": progress.round,
+                "tensors": progress.stream.state(),
+            }
+            for progress in self._progress
+        }
+
+    def _take_from(self, donor: int, council: Council) -> None:
+        wire = self._talk.wire(sorted((donor, self.group.rank)), _HANDOVER)
+        state = self._talk.wait(
+            self._talk.run(take(wire, donor, self._talk.bucket_bytes))
+        )
+        if "plan" in state:
+            check_plans(donor, state["plan"], self.group.rank, self._plan)
+            self._take(state["all"])
+            self._stats.restart()
+        else:
+            self._clock = state["clock"]
+            self._follow(state["streams"])
+        for progress in self._progress:
+            clock = council.sent_again(progress.stream.name)
+            never = progress.stream.schedule.never
+            if (
+                clock is not None and not never
+            ):  # the others wait for this worker's share
+                progress.due, progress.began = clock, None
+
+    def _follow(self, streams: Mapping[str, Any]) -> None:
+        for progress in self._progress:
+            theirs = streams[progress.stream.name]
+            self._stats.skipped_rounds += theirs["round"] - progress.round
+            progress.due, progress.began = theirs["due"], theirs["began"]
+            progress.round, progress.verified = theirs["round"], False
+            progress.stream.locate()
+            progress.stream.follow_(theirs["tensors"])
+
+    def begin_share(self) -> None:
+        """What this worker gives is counted from here."""
+        for progress in self._progress:
+            progress.launched_at = self._stats.steps
+
     # ------------------------------------------------------------------ every step
 
     def start(self) -> None:
@@ -182,16 +382,20 @@ class Engine:
         self._stats.steps += 1
         self._clock += 1
         self.group.tick()
-        if self._clock >= self._next:
-            self._resend()
-            for progress in self._progress:
-                progress.decide()
-            self._land_all(p for p in self._pending if p.lands <= self._clock)
-            self._exchange_all(
-                p for p in self._progress if p.due and p.due <= self._clock
-            )
-            self._next = self._next_event()
+        if self._clock >= self._next or self.group.calls:
+            rounds = self._stats.rounds
+            self._with_workers(self._exchange_due)
+            if self.group.awaited and self._stats.rounds > rounds:
+                self._reform()
             self._report()
+
+    def _exchange_due(self) -> None:
+        self._resend()
+        for progress in self._progress:
+            progress.decide()
+        self._land_all(p for p in self._pending if p.lands <= self._clock)
+        self._exchange_all(p for p in self._progress if p.due and p.due <= self._clock)
+        self._next = self._next_event()
 
     def _next_event(self) -> float:
         due = [p.due for p in self._progress if p.due is not None]
@@ -204,11 +408,15 @@ class Engine:
         due = list(due)
         if due:
             self._check()
+        if due and self.group.is_done:
+            self.group.is_done = False
         for progress in due:
-            self._launch(progress)
+            self._launch(progress, progress.due or self._clock)
         self._land_all(p for p in self._pending if p.lands <= self._clock)
 
-    def _launch(self, progress: _Progress, peers: Peers | None = None) -> None:
+    def _launch(
+        self, progress: _Progress, clock: int, peers: Peers | None = None
+    ) -> None:
         """Takes this worker's share, judges it and puts it on its way."""
         stream, layout = progress.stream, progress.stream.layout
         stream.locate()
@@ -217,17 +425,17 @@ class Engine:
         alone = declined or len(members) == 1
         # Alone and at once, shares are not kept: nothing can fail between taking and
         # applying them, and taking them again while they are in the cache is faster.
-        in_place = alone and not stream.schedule.overlap_at(self._clock)
+        in_place = alone and not stream.schedule.overlap_at(clock)
         if in_place:
             shares, finite, norm = layout.scratch(), layout.is_finite(), 0.0
         else:
             shares, finite, norm = self._shares(stream)
         weight = 0.0
         if stream.counts(self.group.rank, members):
-            weight = self._weight(self._stats.steps - progress.launched_at)
+            weight = self._weigh(self._stats.steps - progress.launched_at)
         pending = self._new_pending(
             progress,
-            clock=self._clock,
+            clock=clock,
             steps=self._stats.steps,
             finite=finite or not stream.is_judged,
             norm=norm,
@@ -235,15 +443,21 @@ class Engine:
             members=members,
             partial=partial,
             declined=declined,
+            num_workers=len(members),
             shares=shares,
             in_place=in_place,
         )
-        progress.plan(self._clock)
+        progress.plan(clock)
         self._pending.append(pending)
         self._send(pending)
         replaced = stream.launched_(shares, len(members), finite=pending.finite)
         if replaced and not pending.finite:
             self._heal()
+
+    def _weigh(self, steps: int) -> float:
+        """This worker's weight after so many steps."""
+        # Who has just come has nothing to give, and would halve what others do.
+        return 0.0 if self.group.is_elastic and not steps else self._weight(steps)
 
     def _partners(
         self, progress: _Progress, peers: Peers
@@ -320,6 +534,7 @@ class Engine:
         if pending.lost is not None:
             job = job._replace(lost=pending.lost.tensors)
         job = job._replace(staged=pending.staged)
+        pending.epoch = self.group.epoch
         pending.wire, pending.task = wire, self._talk.run(mean_(wire, job, header))
 
     def _resend(self) -> None:
@@ -345,10 +560,14 @@ class Engine:
         try:
             outcome: Outcome = task.wait(0.0 if is_late else self._talk.timeout_s)
         except SyncError as error:
-            if not (stream.goes_alone and isinstance(error, PeerLost)):
+            is_lost = isinstance(error, PeerLost)
+            if self.group.is_elastic and is_lost:  # which ends what is under way
+                raise
+            if not (stream.goes_alone and is_lost):
                 self._talk.end(error)
                 self._drop_unkept()
                 raise
+            assert isinstance(error, PeerLost)
             self._presence.missed(task, others, error)
             if not is_late:
                 reason = str(error).partition(". ")[0]
@@ -387,7 +606,7 @@ class Engine:
         applied, left_out, used = pending.finite, False, True
         if outcome is not None:
             self._count(stream, outcome, exposed_s)
-            applied = bool(outcome.included) and self.group.commit(progress.round)
+            applied = bool(outcome.included)
             left_out = not pending.finite
             used = self.group.rank in outcome.included
             _log_left_out(progress, outcome)
@@ -399,7 +618,7 @@ class Engine:
                 late=late,
                 share=pending.shares if pending.kept and not left_out else None,
                 settle=left_out or (settle and late == 0),
-                num_workers=len(pending.members),
+                num_workers=pending.num_workers,
             )
             self._apply(stream, pending.results, landing, in_place=pending.in_place)
             if left_out:
@@ -411,6 +630,7 @@ class Engine:
             progress.launched_at = pending.steps
             if stream.last is None and not pending.partial:
                 progress.settled_at = pending.steps
+        progress.landed_in = pending.epoch
         self._passed(progress, applied=applied)
 
     def _apply(
@@ -472,6 +692,9 @@ class Engine:
         """The workers' mean of a stream that has no schedule; nothing is applied."""
         progress = self._find(cut_name(stream.name))
         stream.locate()
+        if self.group.is_elastic:
+            self._check_settled()
+            return stream.layout.gather_all_(stream.layout.empty())
         shares, finite, norm = self._shares(stream)
         pending = self._new_pending(
             progress,
@@ -483,6 +706,7 @@ class Engine:
             members=self._talk.everyone(),
             partial=False,
             declined=False,
+            num_workers=len(self._talk.everyone()),
             shares=shares,
         )
         self._send(pending)
@@ -500,6 +724,19 @@ class Engine:
             raise
         self._talk.setup_bytes += outcome.bytes_sent
         return pending.results
+
+    def _check_settled(self) -> None:
+        """Raises unless all workers hold equal parameters, as far as is known here."""
+        # Workers that come and go are at different steps, and would not enter together.
+        if any(
+            p.stream.has_parameters and p.settled_at < self._stats.steps
+            for p in self._progress
+        ):
+            raise ValueError(
+                "global_parameters must be asked for when workers are equal, got a "
+                "call between rounds of workers that come and go. Call it in a round "
+                "hook or after finish(), or evaluate the local parameters."
+            )
 
     def _scheduled(self) -> list[Stream]:
         return [s for s in self.streams if not s.schedule.never]
@@ -519,9 +756,11 @@ class Engine:
         usual = self._talk.timeout_s
         self._talk.timeout_s = timeout_s or usual
         try:
-            self._finish()
+            self._with_workers(self._finish)
         finally:
             self._talk.timeout_s = usual
+        self.group.is_done = True
+        self._report()
 
     def _finish(self) -> None:
         if not self.started:
@@ -543,14 +782,13 @@ class Engine:
         moved = self._moved_anywhere()
         # Two that have the same last round take it once.
         for name in dict.fromkeys((p.stream.last or p.stream).name for p in moved):
-            self._launch(self._find(cut_name(name)), everyone)
+            self._launch(self._find(cut_name(name)), self._clock, everyone)
         self._land_all(self._pending, settle=True)
         for progress in moved:
             progress.settled_at = self._stats.steps
         for progress in self._progress:
             progress.plan(self._clock)
         self._next = self._next_event()
-        self._report()
 
     def _serve_until_finished(self) -> dict[int, Header]:
         """Takes part in others' rounds until all have come; their last headers."""
@@ -603,7 +841,37 @@ class Engine:
         wire = self._talk.wire(self._talk.everyone(), theirs)
         results = stream.layout.new(self.group.device)
         job = self._job(stream, results, results, wire)
-        outcome: Outcome = self._talk.wait(self._talk.run(serve_(wire, job, headers)))
+        pending = _Pending(
+            progress=progress,
+            clock=theirs.step,
+            steps=self._stats.steps,
+            finite=True,
+            norm=0.0,
+            weight=0.0,
+            members=wire.members,
+            partial=False,
+            declined=False,
+            num_workers=len(wire.members),
+            shares=results,
+            results=results,
+            serves=True,
+            epoch=self.group.epoch,
+            wire=wire,
+            task=self._talk.run(serve_(wire, job, headers)),
+        )
+        assert pending.task is not None
+        self._pending.append(pending)
+        try:
+            outcome = self._talk.wait(pending.task)
+        except SyncError:
+            if not self.group.is_elastic:
+                self._pending.remove(pending)
+            raise
+        self._pending.remove(pending)
+        self._land_served(pending, outcome)
+
+    def _land_served(self, pending: _Pending, outcome: Outcome) -> None:
+        progress, stream = pending.progress, pending.progress.stream
         if stream.schedule.never:
             self._talk.setup_bytes += outcome.bytes_sent
             progress.round += 1
@@ -611,7 +879,9 @@ class Engine:
         self._count(stream, outcome, 0.0)
         if outcome.included:
             keep = progress.settled_at < self._stats.steps
-            self._apply(stream, results, Landing(keep=keep, settle=not keep))
+            landing = Landing(keep=keep, settle=not keep)
+            self._apply(stream, pending.results, landing)
+        progress.landed_in = pending.epoch
         self._passed(progress, applied=bool(outcome.included))
 
     def extend(self, stream: Stream, tensors: Mapping[str, Tensor]) -> None:
@@ -743,6 +1013,7 @@ class Engine:
         layout.write_(shares := layout.empty(), saved["share"])
         launch = {k: v for k, v in saved.items() if k not in ("stream", "share")}
         launch["members"] = tuple(saved["members"])
+        launch.setdefault("num_workers", len(saved["members"]))
         return self._new_pending(progress, shares=shares, **launch)
 
     # ------------------------------------------------------------------ helpers

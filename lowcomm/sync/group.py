@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -107,29 +107,39 @@ class TorchGroup(Group):
             )
         self._is_default = group is None
         world = dist.distributed_c10d._get_default_group()
-        self._group: dist.ProcessGroup = world if group is None else group
-        self.rank = dist.get_rank(self._group)
-        if self.rank < 0:
+        pg: dist.ProcessGroup = world if group is None else group
+        rank = dist.get_rank(pg)
+        if rank < 0:
             raise ValueError(
                 "group must contain this process, got a group without global rank "
                 f"{dist.get_rank()}. Build the optimizer only on the group's members."
             )
-        self._size = dist.get_world_size(self._group)
-        self._is_gloo = self.matches_tags = _has_gloo(self._group)
-        self.device = torch.device("cpu")
+        members = range(dist.get_world_size(pg))
+        self._over(pg, members, rank, is_gloo=_has_gloo(pg))
         if not self._is_gloo and torch.accelerator.is_available():
             # With its number: the thread that drives exchanges has a current device of
             # its own.
             kind = (torch.accelerator.current_accelerator() or self.device).type
             index = torch.accelerator.current_device_index()
             self.device = torch.device(kind, index)
+
+    def _over(
+        self, group: Any, members: Sequence[int], rank: int, *, is_gloo: bool
+    ) -> None:
+        """Takes a backend, whose ranks stand for these members in this order."""
+        self._group = group
+        self._members = tuple(members)
+        self._places = {member: place for place, member in enumerate(members)}
+        self.rank = rank
+        self._is_gloo = self.matches_tags = is_gloo
+        self.device = torch.device("cpu")
         self._unposted: list[tuple[_TorchHandle, Callable[..., Any], int, int]] = []
         self._tasks: queue.SimpleQueue[_ThreadTask | None] = queue.SimpleQueue()
         self._has_thread = False
         self._pace = _Pace()
 
     def members(self, round: int) -> tuple[int, ...]:
-        return tuple(range(self._size))
+        return self._members
 
     def new_lane(self) -> int:
         return next(_lanes.setdefault(self._group, itertools.count()))
@@ -148,7 +158,7 @@ class TorchGroup(Group):
         if self._is_gloo:
             post = self._group.send if op is dist.isend else self._group.recv
             try:
-                handle.works = [post([tensor], peer, tag)]
+                handle.works = [post([tensor], self._places[peer], tag)]
             except RuntimeError as error:
                 # Raised when it is awaited: messages to the others go out before.
                 handle.error = error
@@ -181,6 +191,14 @@ class TorchGroup(Group):
         self._tasks.put(task)
         return task
 
+    def _abort(self) -> None:
+        """Closes all connections: what is under way fails, here and on the others."""
+        for member, place in self._places.items():
+            if member != self.rank:  # a wait for one that is lost runs out no more
+                _run_out(self._group, place)
+        for handle in [handle for handle in _open.values() if handle.belongs_to(self)]:
+            handle.forget()
+
     def __reduce__(self) -> tuple[Any, ...]:
         if not self._is_default:
             raise TypeError(
@@ -189,6 +207,12 @@ class TorchGroup(Group):
                 "`state_dict()` instead."
             )
         return (TorchGroup, ())
+
+
+def _run_out(group: Any, place: int) -> None:
+    """A wait that runs out, which in gloo closes the connections of this process."""
+    with contextlib.suppress(RuntimeError):
+        group.recv([torch.zeros(1)], place, 0).wait(_AT_ONCE)
 
 
 def _has_gloo(group: dist.ProcessGroup) -> bool:
@@ -221,9 +245,15 @@ class _TorchHandle:
             message = f"rank {self.peer} was lost: {reason}"
             raise PeerLost(message, self.peer) from None
         finally:
-            # A finished Work keeps the sockets of its group open.
-            self.works = []
-            _open.pop(id(self), None)
+            self.forget()
+
+    def belongs_to(self, group: TorchGroup) -> bool:
+        return self._group is group
+
+    def forget(self) -> None:
+        # A finished Work keeps the sockets of its group open.
+        self.works = []
+        _open.pop(id(self), None)
 
 
 @dataclass
@@ -239,7 +269,7 @@ class _ThreadTask(Task):
         self._exchange: Exchange | None = exchange
         self._tasks = group._tasks
         self._pace = group._pace
-        self._backend = group._group
+        self._backend, self._places = group._group, group._places
         self._handle: Handle | None = None  # that is waited for
         self._started = False
         self._done = threading.Event()
@@ -265,9 +295,7 @@ class _ThreadTask(Task):
     def cancel(self) -> None:
         """Ends the wait for a message, and all connections of this process."""
         if self._handle is not None:
-            message = torch.zeros(1)
-            with contextlib.suppress(RuntimeError):
-                self._backend.recv([message], self._handle.peer, 0).wait(_AT_ONCE)
+            _run_out(self._backend, self._places[self._handle.peer])
 
     def drive(self) -> bool:
         """Drives the exchange to its end; was it abandoned on the way?"""

@@ -16,6 +16,7 @@ import itertools
 import math
 import statistics
 import struct
+import threading
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -25,7 +26,7 @@ import torch
 from torch import Tensor
 
 from lowcomm.sync.codec import Codec
-from lowcomm.sync.errors import PeerMismatch
+from lowcomm.sync.errors import PeerLost, PeerMismatch
 from lowcomm.sync.fingerprint import number_of
 from lowcomm.sync.seam import Exchange, Group, Handle
 
@@ -128,6 +129,9 @@ class Wire:
         self.group = group
         self.partial = partial
         self.bytes_sent = 0
+        self._prepared: Outcome | None = None
+        self._is_sealed = False
+        self._lock = threading.Lock()
         #: messages that nobody waits for here: others take and send them in their time
         self.loose: list[Handle] = []
         # 31 bits: lane 4, exchange 21, bucket 5, phase 1. A backend that gets a message
@@ -164,6 +168,24 @@ class Wire:
     def last_tag(self) -> int:
         """The tag of what is told after all buckets."""
         return self._exchange | 31 << 1
+
+    @property
+    def confirm_tag(self) -> int:
+        """The tag of the word that all of a result is here."""
+        return self.last_tag | 1
+
+    def prepare(self, outcome: Outcome) -> None:
+        """Notes that all of the result is here; raises if it is not wanted any more."""
+        with self._lock:
+            if self._is_sealed:
+                raise PeerLost("the workers have been settled anew")
+            self._prepared = outcome
+
+    def seal(self) -> Outcome | None:
+        """Ends the exchange where it is: what has been prepared by now, if anything."""
+        with self._lock:
+            self._is_sealed = True
+            return self._prepared
 
     def send(self, peer: int, tensor: Tensor, tag: int) -> Handle:
         """Sends, and counts the bytes."""
@@ -421,7 +443,25 @@ def _finish(
     weights = {rank: headers[rank].weight for rank in included}
     yield from pipeline.run(weights, factors)
     likeness = pipeline.likeness if wire.group.rank in included else None
-    return Outcome(headers, included, wire.bytes_sent, likeness, factors)
+    outcome = Outcome(headers, included, wire.bytes_sent, likeness, factors)
+    if wire.group.confirms:
+        wire.prepare(outcome)
+        yield from _confirm(wire)
+    return outcome._replace(bytes_sent=wire.bytes_sent)
+
+
+def _confirm(wire: Wire) -> Exchange:
+    """Returns when all members hold the result.
+
+    So whoever uses it knows that no other need go without, whatever happens next.
+    """
+    word = torch.zeros(1, dtype=torch.uint8, device=wire.group.device)
+    words = {peer: torch.empty_like(word) for peer in wire.others}
+    tag = wire.confirm_tag
+    arriving = [wire.recv(peer, room, tag) for peer, room in words.items()]
+    leaving = [wire.send(peer, word, tag) for peer in wire.others]
+    yield from leaving
+    yield from arriving
 
 
 def broadcast_(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextvars
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -80,6 +80,22 @@ class Group(ABC):
     rank: int
     #: whether a message is matched by its tag; else by order alone
     matches_tags = True
+    #: whether workers come and go: a lost one then ends no run
+    is_elastic = False
+    #: whether all confirm to each other that they hold a result before it is used
+    confirms = False
+    #: among which workers messages go at present; another one after each `reform`
+    epoch = ""
+    #: ranks that were among each other before the last `reform` too
+    main: tuple[int, ...] = ()
+    #: whether others wait for this worker to `reform`
+    calls = False
+    #: whether workers wait to be let in
+    awaited = False
+    #: whether this worker has no more rounds to come, so that none is waited for
+    is_done = False
+    #: bound of every wait where nothing else is said, in seconds
+    timeout_s = 600.0
     #: where tensors must lie to be sent
     device: torch.device
 
@@ -103,10 +119,31 @@ class Group(ABC):
     def new_lane(self) -> int:
         """A number for the tags of one engine, the same on all workers."""
 
-    def commit(self, round: int) -> bool:
-        """Whether a round that ended here may be applied everywhere."""
-        del round
-        return True
+    def channel(self) -> Group:
+        """What carries an exchange that begins now, to its end."""
+        return self
+
+    def reform(self, rounds: int) -> None:
+        """Gives up what is under way, and returns when the workers are settled anew.
+
+        Args:
+            rounds: applied so far: without one in between, attempts are counted.
+
+        Raises:
+            SyncError: if this worker is to give up.
+        """
+        raise NotImplementedError("only in groups whose workers come and go")
+
+    def tell_change(self, before: Sequence[int], steps: int) -> None:  # noqa: B027
+        """Called when a change of the workers is complete.
+
+        Args:
+            before: who was there.
+            steps: most inner steps that anybody has taken.
+        """
+
+    def close(self) -> None:  # noqa: B027
+        """Leaves, where the others go on without."""
 
     def now(self) -> float:
         """Seconds on the clock of waits."""

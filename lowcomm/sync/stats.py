@@ -62,6 +62,13 @@ class Stats:
         """A copy that no longer changes."""
         return copy.deepcopy(self)
 
+    def restart(self) -> None:
+        """Counts from here what this worker sends and waits for, but not rounds."""
+        self.bytes_sent = self.setup_bytes = self.skipped_rounds = 0
+        self.exposed_s = 0.0
+        for counts in self.streams.values():
+            counts.bytes_sent, counts.exposed_s = 0, 0.0
+
     def state_dict(self) -> dict[str, Any]:
         """The counts as plain types."""
         return dataclasses.asdict(self)

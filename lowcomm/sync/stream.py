@@ -125,6 +125,12 @@ class Stream(ABC):
         del starts
         self.layout = self.layout.extended(tensors)
 
+    def follow_(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:  # noqa: B027
+        """Takes what all workers agree on from another's `state`; own progress stays.
+
+        For a worker that has missed rounds.
+        """
+
     def state(self) -> dict[str, dict[str, Tensor]]:
         """Copies of all tensors that the next round depends on, by kind and name."""
         return {}

@@ -54,13 +54,14 @@ class Talk:
             number = number_of(repr(what))
         if self._lane is None:
             self._lane = self.group.new_lane()
-        return Wire(self.group, members, self._lane, number, partial=partial)
+        channel = self.group.channel()
+        return Wire(channel, members, self._lane, number, partial=partial)
 
     def run(self, exchange: Exchange) -> Task:
         """Starts an exchange."""
         if self._error is not None:
             raise self._error
-        return self.group.run(exchange)
+        return self.group.channel().run(exchange)
 
     def wait(self, task: Task) -> Any:
         """The outcome of an exchange that must not fail."""
@@ -74,6 +75,11 @@ class Talk:
         """Messages may still come: nothing after a failed exchange can be trusted."""
         self._error = error
 
+    def renew(self) -> None:
+        """Begins anew, among workers that have been settled anew."""
+        self._error = None
+        self.gone.clear()
+
     def gather(self, mine: Any) -> dict[int, Any]:
         """Every worker's value of plain types, by rank."""
         replies = self._gather(json.dumps(mine).encode())
@@ -86,14 +92,7 @@ class Talk:
             return
         (first, one), *others = self.gather(plan).items()
         for rank, other in others:
-            for key in [*one, *(key for key in other if key not in one)]:
-                if one.get(key) != other.get(key):
-                    raise PeerMismatch(
-                        f"{key} must be the same on all workers, got "
-                        f"{one.get(key, 'nothing')} on rank {first} and "
-                        f"{other.get(key, 'nothing')} on rank {rank}. Build all "
-                        "optimizers alike."
-                    )
+            check_plans(first, one, rank, other)
 
     def broadcast(self, tensors: Mapping[str, Tensor]) -> None:
         """Gives all workers the first one's tensors, bit by bit, in place."""
@@ -112,3 +111,17 @@ class Talk:
         replies: dict[int, bytes] = self.wait(self.run(exchange))
         self.setup_bytes += wire.bytes_sent
         return replies
+
+
+def check_plans(
+    first: int, one: Mapping[str, Any], rank: int, other: Mapping[str, Any]
+) -> None:
+    """Raises unless two workers hold the same plan."""
+    for key in [*one, *(key for key in other if key not in one)]:
+        if one.get(key) != other.get(key):
+            raise PeerMismatch(
+                f"{key} must be the same on all workers, got "
+                f"{one.get(key, 'nothing')} on rank {first} and "
+                f"{other.get(key, 'nothing')} on rank {rank}. Build all "
+                "optimizers alike."
+            )

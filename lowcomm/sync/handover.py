@@ -1,0 +1,145 @@
+"""A worker's state from one worker to another: a description in JSON, and raw bytes.
+
+Nothing is unpickled: what comes from another worker is read as numbers and plain types.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowcomm.sync.mean import DEPTH, Wire
+from lowcomm.sync.seam import Exchange, Handle
+
+_DTYPES = {
+    str(dtype): dtype
+    for name in dir(torch)
+    if isinstance(dtype := getattr(torch, name), torch.dtype)
+}
+
+
+def give(wire: Wire, peer: int, state: Any, bucket_bytes: int) -> Exchange:
+    """Sends a state to a member.
+
+    Args:
+        wire: the exchange's messages.
+        peer: the member.
+        state: tensors and plain types in dictionaries, lists and tuples.
+        bucket_bytes: largest message.
+    """
+    text, tensors = describe(state)
+    data = _as_bytes(tensors)
+    sizes = torch.tensor([len(text), len(data)])
+    yield wire.send(peer, sizes, wire.tag(0, 0))
+    yield wire.send(peer, _of_text(text), wire.tag(0, 1))
+    under_way: list[Handle] = []
+    for part in _parts(data, bucket_bytes):
+        under_way.append(wire.send(peer, part, wire.tag(1, 0)))
+        if len(under_way) == DEPTH:
+            yield under_way.pop(0)
+    yield from under_way
+
+
+def take(wire: Wire, peer: int, bucket_bytes: int) -> Generator[Handle, None, Any]:
+    """Receives what a member gives; tensors lie on the CPU."""
+    sizes = torch.empty(2, dtype=torch.int64)
+    yield wire.recv(peer, sizes, wire.tag(0, 0))
+    text, data = (torch.empty(int(size), dtype=torch.uint8) for size in sizes)
+    yield wire.recv(peer, text, wire.tag(0, 1))
+    for part in _parts(data, bucket_bytes):
+        yield wire.recv(peer, part, wire.tag(1, 0))
+    return rebuild(text.numpy().tobytes(), data)
+
+
+def describe(state: Any) -> tuple[bytes, list[Tensor]]:
+    """A state's form, and the tensors in it in the order of the form.
+
+    >>> text, tensors = describe({"state": {0: {"step": torch.ones(2)}}, "lr": 0.5})
+    >>> len(tensors)
+    1
+    >>> rebuild(text, torch.ones(2).view(torch.uint8))
+    {'state': {0: {'step': tensor([1., 1.])}}, 'lr': 0.5}
+    """
+    tensors: list[Tensor] = []
+
+    def form(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            tensors.append(value.detach())
+            return {"tensor": [str(value.dtype), list(value.shape)]}
+        if isinstance(value, Mapping):
+            return {"dict": [[form(key), form(item)] for key, item in value.items()]}
+        if isinstance(value, (list, tuple)):
+            kind = "list" if isinstance(value, list) else "tuple"
+            return {kind: [form(item) for item in value]}
+        if value is None or isinstance(value, (bool, int, float, str)):
+            return value
+        raise TypeError(
+            "a state must consist of tensors and plain types to be given to another "
+            f"worker, got a {type(value).__name__}."
+        )
+
+    return json.dumps(form(state)).encode(), tensors
+
+
+def rebuild(text: bytes, data: Tensor) -> Any:
+    """The state of that form, with tensors that are views of the bytes."""
+    parts = _Reader(data)
+
+    def value(form: Any) -> Any:
+        if not isinstance(form, dict):
+            return form
+        ((kind, content),) = form.items()
+        match kind:
+            case "tensor":
+                dtype, shape = content
+                return parts.next(_DTYPES[dtype], shape)
+            case "dict":
+                return {value(key): value(item) for key, item in content}
+            case "list":
+                return [value(item) for item in content]
+            case "tuple":
+                return tuple(value(item) for item in content)
+        raise ValueError(f"a state's form must be known, got {kind!r}.")
+
+    return value(json.loads(text))
+
+
+class _Reader:
+    def __init__(self, data: Tensor) -> None:
+        self._data = data
+        self._at = 0
+
+    def next(self, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+        num_bytes = torch.Size(shape).numel() * dtype.itemsize
+        part = self._data[self._at : self._at + num_bytes]
+        self._at += _padded(num_bytes)
+        return part.view(dtype).reshape(tuple(shape))
+
+
+def _padded(num_bytes: int) -> int:
+    return -(-num_bytes // 16) * 16  # so that each tensor is aligned
+
+
+def _as_bytes(tensors: Sequence[Tensor]) -> Tensor:
+    sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
+    ends = itertools.accumulate(map(_padded, sizes))
+    data = torch.zeros(sum(map(_padded, sizes)), dtype=torch.uint8)
+    for tensor, size, end in zip(tensors, sizes, ends, strict=True):
+        start = end - _padded(size)
+        flat = tensor.to("cpu").contiguous().reshape(-1)
+        data[start : start + size] = flat.view(torch.uint8)
+    return data
+
+
+def _parts(data: Tensor, size: int) -> Iterator[Tensor]:
+    for start in range(0, len(data), size):
+        yield data[start : start + size]
+
+
+def _of_text(text: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8)

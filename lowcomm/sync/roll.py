@@ -1,0 +1,324 @@
+"""Who is there: each worker's entry, seen by all in the same order.
+
+A lighthouse of torchft collects the entries of all living workers again and again, and
+gives each of them the same sheet. What follows from a sheet is a function of the sheet
+alone, so workers that never ask each other come to the same decision.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+_log = logging.getLogger(__name__)
+
+_BEAT_S = 0.2
+_ASK_S = 0.1
+# One that is not there is tried again soon.
+_CONNECT = timedelta(seconds=1)
+_ANSWER = timedelta(seconds=5)
+_MISSING_S = 0.4
+_OUTAGE_S = 3.0
+_RETURN_S = 3.0
+#: A sheet that not all have asked for comes when the lighthouse stops waiting.
+_SHEET = timedelta(seconds=30)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What a worker says of itself.
+
+    Args:
+        run: the run it belongs to.
+        token: proof that it may, as a digest.
+        store: where the workers meet if it is the first of them.
+        rank: its number; None before it has one.
+        generation: how often the workers it is among had been settled; 0 before.
+        epoch: the name of their last settlement.
+        among: their names.
+        misses: whether it is sure that some of them are gone.
+        ready: whether it waits for them to be settled anew.
+        waited_s: for how long.
+        is_done: whether it has no more rounds to come, so that none is waited for.
+        leaves: whether it is about to go.
+        min_workers: it goes on with no fewer.
+        start_with: and begins with no fewer.
+        patience_s: it waits so long for those that are not ready.
+    """
+
+    run: str
+    token: str
+    store: str
+    rank: int | None = None
+    generation: int = 0
+    epoch: str = ""
+    among: Sequence[str] = ()
+    misses: bool = False
+    ready: bool = False
+    waited_s: float = 0.0
+    is_done: bool = False
+    leaves: bool = False
+    min_workers: int = 1
+    start_with: int = 1
+    patience_s: float = 60.0
+
+
+Sheet = Mapping[str, Entry]
+
+
+class Settlement(NamedTuple):
+    """Who is among whom from now on.
+
+    Args:
+        generation: counts settlements.
+        epoch: a name for it that no other has.
+        ranks: by worker's name.
+        main: ranks of those that were among each other before.
+        store: where they meet.
+    """
+
+    generation: int
+    epoch: str
+    ranks: dict[str, int]
+    main: tuple[int, ...]
+    store: str
+
+
+def latest(sheet: Sheet) -> tuple[int, str]:
+    """The latest settlement that somebody is in: its generation and name.
+
+    If workers were cut off from each other there may be two of one generation; then it
+    is that of the most.
+    """
+    sizes = Counter((entry.generation, entry.epoch) for entry in sheet.values())
+    if not sizes:
+        return 0, ""
+    return max(sizes, key=lambda place: (place[0], sizes[place], place[1]))
+
+
+def settle(sheet: Sheet) -> list[str] | None:
+    """The names of those who go on together, if that is decided; else None.
+
+    All who are ready, once nobody is missing: of those who are among each other at
+    present, everybody must be ready, or be gone, or have been waited for long enough.
+    Others, who come or come back, wait for them.
+    """
+    sheet = {name: entry for name, entry in sheet.items() if not entry.leaves}
+    ready = sorted(name for name, entry in sheet.items() if entry.ready)
+    if not ready:
+        return None
+    generation, epoch = latest(sheet)
+    least = max(sheet[name].min_workers for name in ready)
+    if generation == 0:
+        least = max(sheet[name].start_with for name in ready)
+    members = [entry for entry in sheet.values() if entry.epoch == epoch]
+    waiting = [entry for entry in members if entry.ready]
+    if len(ready) < least or not waiting:
+        return None
+    is_late = any(not entry.ready and not entry.is_done for entry in members)
+    for entry in waiting:
+        is_missing = any(name not in sheet for name in entry.among)
+        if entry.waited_s >= entry.patience_s:
+            return ready
+        if not is_late and (entry.misses or not is_missing):
+            return ready
+    return None
+
+
+def settlement(sheet: Sheet, names: Sequence[str], key: str) -> Settlement:
+    """What a sheet of this name settles for those who go on together."""
+    generation, epoch = latest(sheet)
+    ranks = ranks_of(sheet, names)
+    first = min(ranks, key=lambda name: ranks[name])
+    main = sorted(ranks[name] for name in names if sheet[name].epoch == epoch)
+    return Settlement(
+        generation + 1,
+        f"{generation + 1}-{key}",
+        ranks,
+        tuple(main),
+        sheet[first].store,
+    )
+
+
+def ranks_of(sheet: Sheet, names: Sequence[str]) -> dict[str, int]:
+    """A number for each: its own, or the smallest that nobody has."""
+    ranks: dict[str, int] = {}
+    # Who has been there longest keeps its number, if two have the same.
+    for name in sorted(names, key=lambda name: -sheet[name].generation):
+        rank = sheet[name].rank
+        if rank is not None and rank not in ranks.values():
+            ranks[name] = rank
+    taken = {entry.rank for entry in sheet.values()} | set(ranks.values())
+    # "worker-10" comes after "worker-9".
+    for name in sorted(names, key=lambda name: (len(name), name)):
+        if name not in ranks:
+            rank = min(set(range(len(taken) + 1)) - taken)
+            ranks[name] = rank
+            taken.add(rank)
+    return ranks
+
+
+class Absences:
+    """Since when sheets have lacked somebody.
+
+    A sheet now and then lacks a worker whose machine is busy. And when the lighthouse
+    was away, the first sheets lack all that have not noticed yet that it is back.
+    """
+
+    def __init__(self) -> None:
+        self._last = -math.inf  # when the last sheet came
+        self._sure_from = -math.inf
+        self._lacking_since: float | None = None
+
+    def note(self, now: float, lacks: bool) -> bool:
+        """Takes a sheet into account: is somebody gone?"""
+        if now - self._last > _OUTAGE_S:
+            self._sure_from = now + _RETURN_S
+        self._last = now
+        if not lacks:
+            self._lacking_since = None
+            return False
+        if self._lacking_since is None:
+            self._lacking_since = now
+        return now >= self._sure_from and now - self._lacking_since >= _MISSING_S
+
+
+class Roll:
+    """This worker's entry, and what the others' say.
+
+    Two threads, which have connections of their own: one says that this worker is
+    alive, the other asks for sheets. Without a lighthouse they go on trying, and all
+    else goes on without them.
+
+    Args:
+        lighthouse: its address, host:port.
+        name: of this worker, which no other has.
+        entry: what is said of it.
+        on_sheet: called in a thread with each sheet and its name, in order.
+    """
+
+    def __init__(
+        self,
+        lighthouse: str,
+        name: str,
+        entry: Entry,
+        on_sheet: Callable[[Sheet, str], None],
+    ) -> None:
+        self.name = name
+        self.address = lighthouse
+        self.entry = entry
+        self._on_sheet = on_sheet
+        self._ready_since = 0.0
+        self._absences = Absences()
+        self._closed = threading.Event()
+        self._lock = threading.Lock()
+        self._threads = [
+            threading.Thread(target=target, name="lowcomm roll", daemon=True)
+            for target in (self._beat, self._ask)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def say(self, **changes: Any) -> None:
+        """Changes what is said of this worker, from its next sheet on."""
+        with self._lock:
+            if changes.get("ready") and not self.entry.ready:
+                self._ready_since = time.monotonic()
+            self.entry = replace(self.entry, **changes)
+
+    def close(self) -> None:
+        """Says nothing more."""
+        self._closed.set()
+
+    def _beat(self) -> None:
+        with self._trying() as connect:
+            while not self._closed.wait(_BEAT_S):
+                connect(lambda client: client.heartbeat(self.name, _ANSWER))
+
+    def _ask(self) -> None:
+        with self._trying() as connect:
+            while not self._closed.wait(_ASK_S):
+                entry = asdict(self._current())
+                quorum = connect(
+                    lambda client, entry=entry: client.quorum(
+                        self.name, _SHEET, data=entry
+                    )
+                )
+                if quorum is not None and not self._closed.is_set():
+                    self._take(quorum)
+
+    def _current(self) -> Entry:
+        with self._lock:
+            if not self.entry.ready:
+                return self.entry
+            waited_s = time.monotonic() - self._ready_since
+            return replace(self.entry, waited_s=waited_s)
+
+    def _take(self, quorum: Any) -> None:
+        sheet = {}
+        for worker in quorum.participants:
+            with contextlib.suppress(TypeError):  # of who speaks of something else
+                sheet[worker.replica_id] = Entry(**worker.data)
+        lacks = any(name not in sheet for name in self.entry.among)
+        self.say(misses=self._absences.note(time.monotonic(), lacks))
+        created = quorum.created
+        self._on_sheet(sheet, f"{created.seconds}.{created.nanos:09d}")
+
+    @contextlib.contextmanager
+    def _trying(self) -> Any:
+        """A function that calls a client, and makes a new one after a failure."""
+        clients: list[Any] = []
+        was_reached = True
+
+        def connect(call: Callable[[Any], Any]) -> Any:
+            nonlocal was_reached
+            try:
+                if not clients:
+                    clients.append(_client(self.address))
+                result = call(clients[0])
+            except Exception as error:
+                clients.clear()
+                if was_reached and not self._closed.is_set():
+                    _log.warning("no answer of the lighthouse: %s", _first_line(error))
+                was_reached = False
+                self._closed.wait(_BEAT_S)
+                return None
+            if not was_reached:
+                _log.warning("the lighthouse at %s answers again", self.address)
+            was_reached = True
+            return result
+
+        yield connect
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
+
+
+def _client(address: str) -> Any:
+    os.environ.setdefault("RUST_LOG", "off")  # else a line for each sheet, on stdout
+    try:
+        from torchft.coordination import LighthouseClient
+    except ImportError:
+        raise ImportError(
+            "torchft must be installed for workers that come and go. Run `pip install "
+            "'lowcomm[elastic]'`."
+        ) from None
+    return LighthouseClient(f"http://{address}", _CONNECT)
+
+
+def address_towards(host: str, port: int) -> str:
+    """This machine's address on the way to another one."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, port))
+        return str(probe.getsockname()[0])
