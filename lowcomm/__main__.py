@@ -15,7 +15,7 @@ import textwrap
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TextIO
 
 from lowcomm.plan import METHODS, Method, Plan, Row, plan
 
@@ -106,7 +106,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _lighthouse(bind: str, heartbeat_s: float) -> None:
-    os.environ.setdefault("RUST_LOG", "off")
     try:
         from torchft.coordination import LighthouseServer
     except ImportError:
@@ -114,16 +113,36 @@ def _lighthouse(bind: str, heartbeat_s: float) -> None:
             "torchft must be installed for a lighthouse. Run `pip install "
             "'lowcomm[elastic]'`."
         ) from None
-    server = LighthouseServer(
-        bind=bind,
-        min_replicas=1,
-        join_timeout_ms=1000,
-        quorum_tick_ms=50,
-        heartbeat_timeout_ms=round(1000 * heartbeat_s),
-    )
-    print(f"lighthouse at {server.address().removeprefix('http://')}", flush=True)
-    with contextlib.suppress(KeyboardInterrupt):
-        threading.Event().wait()
+    # Its own log says several lines of each sheet, of which there are some a second.
+    with _silent() as out:
+        server = LighthouseServer(
+            bind=bind,
+            min_replicas=1,
+            join_timeout_ms=1000,
+            quorum_tick_ms=50,
+            heartbeat_timeout_ms=round(1000 * heartbeat_s),
+        )
+        print("lighthouse at", server.address().removeprefix("http://"), file=out)
+        out.flush()
+        with contextlib.suppress(KeyboardInterrupt):
+            threading.Event().wait()
+
+
+@contextlib.contextmanager
+def _silent() -> Iterator[TextIO]:
+    """Sends what native code writes nowhere; gives the output that was there."""
+    kept = [os.dup(stream) for stream in (1, 2)]
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    try:
+        for stream in (1, 2):
+            os.dup2(nowhere, stream)
+        with os.fdopen(os.dup(kept[0]), "w") as out:
+            yield out
+    finally:
+        for stream, copy in zip((1, 2), kept, strict=True):
+            os.dup2(copy, stream)
+            os.close(copy)
+        os.close(nowhere)
 
 
 def _choices(given: dict[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import os
 import socket
 import threading
 import time
@@ -23,7 +22,7 @@ from typing import Any, NamedTuple
 _log = logging.getLogger(__name__)
 
 _BEAT_S = 0.2
-_ASK_S = 0.1
+_ASK_S = 0.15
 # One that is not there is tried again soon.
 _CONNECT = timedelta(seconds=1)
 _ANSWER = timedelta(seconds=5)
@@ -306,7 +305,6 @@ def _first_line(error: Exception) -> str:
 
 
 def _client(address: str) -> Any:
-    os.environ.setdefault("RUST_LOG", "off")  # else a line for each sheet, on stdout
     try:
         from torchft.coordination import LighthouseClient
     except ImportError:
