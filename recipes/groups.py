@@ -355,30 +355,29 @@ def judge_against(rows: Rows, reference: str, others: Sequence[str]) -> str:
 # Claims on toys
 
 
-def table(results: Sequence[tuple[dict[str, Any], Any]]) -> Table | None:
-    """Lines of settings and results; None if a result is not there."""
+def table(name: str, results: Sequence[tuple[dict[str, Any], Any]]) -> Table | None:
+    """Lines of settings and a result of this name; None if one is not there."""
     if any(result is None for _, result in results):
         return None
-    return [
-        {**settings, **(result if isinstance(result, dict) else {"result": result})}
-        for settings, result in results
-    ]
+    return [{**settings, name: result} for settings, result in results]
 
 
 def spreads(store: Store) -> Table | None:
     settings = [{"lr": lr, "decays": False} for lr in (0.0125, 0.025, 0.05, 0.1)]
     settings.append({"lr": 0.1, "decays": True})
-    return table([(s, store.toy(toys.spread_of_noloco, **s)) for s in settings])
+    return table(
+        "spread", [(s, store.toy(toys.spread_of_noloco, **s)) for s in settings]
+    )
 
 
 def judge_spreads(lines: Table) -> str:
     *constant, decayed = lines
     lrs = [line["lr"] for line in constant]
-    stds = [line["result"] for line in constant]
+    stds = [line["spread"] for line in constant]
     correlation = statistics.correlation(lrs, stds)
     return (
         f"Correlation of spread and rate {correlation:.3f}; a decay to zero leaves "
-        f"{decayed['result'] / stds[-1]:.0%} of it."
+        f"{decayed['spread'] / stds[-1]:.0%} of it."
     )
 
 
@@ -392,16 +391,16 @@ def growths(store: Store) -> Table | None:
                 settings = {"workers": workers, "momentum": momentum, "gamma": gamma}
                 growth = store.toy(toys.growth_of_pairs, **settings)
                 results.append(({**settings, "of the limit": part}, growth))
-    return table(results)
+    return table("growth", results)
 
 
 def judge_growths(lines: Table) -> str:
-    agree = sum((line["result"] > 1) == (line["of the limit"] > 1) for line in lines)
+    agree = sum((line["growth"] > 1) == (line["of the limit"] > 1) for line in lines)
     return f"The limit tells growth from decay in {agree} of {len(lines)} settings."
 
 
 def late_steps(store: Store) -> Table | None:
-    results = []
+    lines: Table = []
     for sync_every in (5, 15, 30, 100):
         for outer_lr in (0.2, 0.7):
             settings = {"sync_every": sync_every, "outer_lr": outer_lr}
@@ -411,8 +410,8 @@ def late_steps(store: Store) -> Table | None:
             }
             if None in losses.values():
                 return None
-            results.append((settings, losses))
-    return table(results)
+            lines.append({**settings, **losses})
+    return lines
 
 
 def judge_late_steps(lines: Table) -> str:
@@ -429,14 +428,14 @@ def judge_late_steps(lines: Table) -> str:
 
 
 def memories(store: Store) -> Table | None:
-    results = []
+    lines: Table = []
     for beta in (0.9, 0.95, 0.99, 0.995, 0.999):
         cosines = store.toy(toys.memory_of_momenta, beta=beta)
         if cosines is None:
             return None
-        columns = {"left of it": beta**32, "to the mean": cosines[0]}
-        results.append(({"beta": beta}, {**columns, "to the last mean": cosines[1]}))
-    return table(results)
+        line = {"beta": beta, "left of it": beta**32, "to the mean": cosines[0]}
+        lines.append({**line, "to the last mean": cosines[1]})
+    return lines
 
 
 def judge_memories(lines: Table) -> str:

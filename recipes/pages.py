@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from groups import Group, Row, Rows, Table
+from methods import overlap_of
 from rich.filesize import decimal
 from runs import Config
 
@@ -58,11 +59,9 @@ def hours(config: Config, ddp_ratio: float, link: str) -> float:
     if (config.workers or 1) < 2:
         return config.num_steps * STEP_S / 3600
     every = round(1 / ddp_ratio) if config.qsr else config.sync_every
-    overlap: float = config.overlap or 0
+    overlap: float = overlap_of(config)
     if config.method == "ddp":
         every, overlap = 1, DDP_OVERLAP
-    elif config.method == "streaming" and config.overlap is None:
-        overlap = max(1, every // 10)
     fragments = config.fragments if config.method == "streaming" else 1
     method = Method(PLANNED[config.method], every, overlap, fragments)
     codec = config.codec
