@@ -31,10 +31,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lowcomm._network import network, why_no_network
 from lowcomm.sync.errors import PeerLost, SyncError
 from lowcomm.sync.seam import Exchange, Group, Handle, Task, enter_group
 
-__all__ = ["free_port", "run_workers", "unreliable"]
+__all__ = ["free_port", "network", "run_workers", "unreliable", "why_no_network"]
 
 _T = TypeVar("_T")
 _Args = TypeVarTuple("_Args")

@@ -6,6 +6,7 @@ import os
 import shutil
 import sysconfig
 import tokenize
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 from uuid import uuid4
@@ -218,11 +219,10 @@ class Batches:
     ) -> None:
         self._tokens = tokens
         self._context = context
-        self._rank = rank
-        self._world = world
+        self._batch_size = batch_size
         self._seed = seed
-        self._stride = world * batch_size
         self._num_windows = count_windows(tokens, context)
+        self._share(rank, world)
         if self._num_windows < self._stride:
             raise ValueError(
                 f"data must hold at least {self._stride} windows to train on, got "
@@ -230,6 +230,27 @@ class Batches:
                 "more text, or reduce context or batch_size."
             )
         self._start_at(epoch=0, index=0)
+
+    def _share(self, rank: int, world: int) -> None:
+        self._rank, self._world = rank, world
+        self._stride = world * self._batch_size
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """Epoch, and windows of it that all workers together have read."""
+        return self._epoch, self._index
+
+    def regroup(self, rank: int, world: int, position: Sequence[int]) -> None:
+        """Goes on among other workers, where all of them go on.
+
+        Args:
+            rank: this worker's place among them, counted from 0.
+            world: how many they are.
+            position: the furthest of all of theirs, so that nothing is read twice.
+        """
+        self._share(rank, world)
+        self._start_at(*position)
+        self._end_epoch()
 
     def _start_at(self, epoch: int, index: int) -> None:
         self._epoch, self._index = epoch, index

@@ -10,7 +10,7 @@ import threading
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from operator import and_
 from typing import Any, NamedTuple
@@ -52,14 +52,16 @@ class Change(NamedTuple):
         members: ranks of all that are there now, sorted.
         joined: those that were not among this worker's before.
         left: those that were, and are not now.
-        steps: most inner steps that anybody has taken. The same number on all workers,
-            so positions in shared data may be reckoned from it.
+        steps: most inner steps that anybody has taken.
+        told: what each has told the others at the change, by rank: the same on all, so
+            that they can take the same new positions in shared data.
     """
 
     members: tuple[int, ...]
     joined: tuple[int, ...]
     left: tuple[int, ...]
     steps: int
+    told: Mapping[int, Any]
 
 
 class ElasticGroup(Group):
@@ -94,6 +96,8 @@ class ElasticGroup(Group):
         on_peer_loss: "continue", or "raise": `PeerLost` when a worker is lost.
         timeout_s: bound of every wait for another worker, in seconds. Who is silent for
             so long is left out until it comes back.
+        tell: returns what the others are to know of this worker when the workers
+            change, in plain types: its position in the data, say.
 
     Raises:
         ValueError: if an argument is out of its range.
@@ -117,6 +121,7 @@ class ElasticGroup(Group):
         max_failed_rounds: int = 10,
         on_peer_loss: str = "continue",
         timeout_s: float = 60.0,
+        tell: Callable[[], Any] | None = None,
     ) -> None:
         check_number("min_workers", min_workers, int, least=1)
         start_with = min_workers if start_with is None else start_with
@@ -132,6 +137,7 @@ class ElasticGroup(Group):
         self.timeout_s = timeout_s
         self.name = name or f"{socket.gethostname()}-{uuid.uuid4().hex[:8]}"
         self.address = address or address_towards(host, port)
+        self._tell = tell
         self._raises = on_peer_loss == "raise"
         self._max_failed_rounds = max_failed_rounds
         self._channel: _Channel | None = None
@@ -265,7 +271,12 @@ class ElasticGroup(Group):
                 "Start from a checkpoint."
             )
 
-    def tell_change(self, before: Sequence[int], steps: int) -> None:
+    def tell(self) -> Any:
+        return None if self._tell is None else self._tell()
+
+    def tell_change(
+        self, before: Sequence[int], steps: int, told: Mapping[int, Any]
+    ) -> None:
         """Calls the hooks, when a change is complete."""
         now = self._members
         change = Change(
@@ -273,6 +284,7 @@ class ElasticGroup(Group):
             tuple(rank for rank in now if rank not in before),
             tuple(rank for rank in before if rank not in now),
             steps,
+            told,
         )
         _log.info("%s is rank %d among %s", self.name, self.rank, now)
         for hook in list(self.hooks.values()):

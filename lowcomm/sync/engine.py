@@ -237,7 +237,8 @@ class Engine:
                 self.group.close()  # the others need not wait to find out
                 raise
             self._next = self._next_event()
-            self.group.tell_change(before, council.steps)
+            told = {rank: facts.told for rank, facts in council.facts.items()}
+            self.group.tell_change(before, council.steps, told)
             return
 
     def _meet(self) -> Council:
@@ -272,7 +273,8 @@ class Engine:
             p.stream.name: Place(p.round, p.landed_in, under_way.get(p.stream.name))
             for p in self._progress
         }
-        return Facts(self._is_fresh, self._stats.steps, self._clock, places)
+        told = self.group.tell()
+        return Facts(self._is_fresh, self._stats.steps, self._clock, places, told)
 
     def _settle_rounds(self, council: Council) -> None:
         pendings, self._pending = self._pending, []

@@ -54,12 +54,14 @@ class Facts:
         steps: inner steps that it has taken.
         clock: its position in the schedules.
         places: by stream.
+        told: what the user lets the others know.
     """
 
     fresh: bool
     steps: int
     clock: int
     places: Mapping[str, Place]
+    told: Any = None
 
     def pack(self) -> dict[str, Any]:
         """Plain types, for `unpack`."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextvars
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -134,12 +134,18 @@ class Group(ABC):
         """
         raise NotImplementedError("only in groups whose workers come and go")
 
-    def tell_change(self, before: Sequence[int], steps: int) -> None:  # noqa: B027
+    def tell(self) -> Any:
+        """What the user lets the workers know of each other when they change."""
+
+    def tell_change(  # noqa: B027
+        self, before: Sequence[int], steps: int, told: Mapping[int, Any]
+    ) -> None:
         """Called when a change of the workers is complete.
 
         Args:
             before: who was there.
             steps: most inner steps that anybody has taken.
+            told: what each worker has told, by rank.
         """
 
     def close(self) -> None:  # noqa: B027
