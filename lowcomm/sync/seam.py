@@ -134,7 +134,7 @@ class Group(ABC):
         """
         raise NotImplementedError("only in groups whose workers come and go")
 
-    def tell(self) -> Any:
+    def tell(self) -> Any:  # noqa: B027
         """What the user lets the workers know of each other when they change."""
 
     def tell_change(  # noqa: B027
