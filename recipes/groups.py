@@ -125,13 +125,11 @@ class Variant:
         settings: its changes to the run `compare`.
         outer_lrs: grid of outer rates, the middle one for the inner grid; none: it has
             no outer rate.
-        lr_factor: of its inner grid.
         like: the variant whose rates it takes, instead of a grid of its own.
     """
 
     settings: dict[str, Any]
     outer_lrs: tuple[float, ...] = ()
-    lr_factor: float = 1.0
     like: str | None = None
 
 
@@ -148,8 +146,7 @@ VARIANTS = {
     "eager": Variant({"method": "eager"}, (0.2, 0.4, 0.7)),
     "noloco": Variant({"method": "noloco"}, (0.5, 0.7, 0.9)),
     "desloc": Variant({"method": "desloc"}),
-    # A mean of many gradients is shorter than one of them; the paper's factor.
-    "mtdao": Variant({"method": "mtdao"}, lr_factor=4.0),
+    "mtdao": Variant({"method": "mtdao"}),
     "slowmo": Variant({"method": "slowmo"}, (0.5, 0.75, 1.0)),
 }
 
@@ -192,9 +189,7 @@ def tune(
     outer_lrs = (choice.outer_lrs or variant.outer_lrs) if variant.outer_lrs else ()
     if outer_lrs:
         config = replace(config, outer_lr=middle(outer_lrs))
-    lrs = tuple(variant.lr_factor * lr for lr in choice.lrs)
-    config = replace(config, lr=middle(lrs))
-    for name, grid in (("lr", lrs), ("outer_lr", outer_lrs)):
+    for name, grid in (("lr", choice.lrs), ("outer_lr", outer_lrs)):
         if not grid:
             continue
         losses = {}

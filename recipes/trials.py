@@ -13,13 +13,13 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import torch
 from data import Batches, Corpus, validation_windows
 from methods import build_optimizer
 from pretrain import build_model, build_scheduler, loss_of, sum_losses
-from runs import Config
+from runs import Config, Method
 from torch import nn
 
 import lowcomm
@@ -31,11 +31,20 @@ FORMAT = 1  # of a file; raise it when the same settings come to other numbers
 SAYS_NOTHING = {
     "name", "init", "data", "cache", "out", "log_every", "save_every", "resume",
 }  # fmt: skip
-# What says nothing to DDP.
-OF_METHODS = {
-    "sync_every", "outer_lr", "outer_momentum", "fragments", "overlap", "codec", "qsr",
-    "slow_beta", "omega",
-}  # fmt: skip
+# What says something to these methods alone.
+ROUNDS = set(get_args(Method)) - {"ddp"}
+OUTER = {"diloco", "streaming", "eager", "noloco", "slowmo"}
+SAYS_TO = {
+    "sync_every": ROUNDS,
+    "overlap": ROUNDS,
+    "codec": ROUNDS,
+    "outer_lr": OUTER,
+    "outer_momentum": OUTER,
+    "fragments": {"streaming"},
+    "qsr": {"local_sgd"},
+    "slow_beta": {"mtdao"},
+    "omega": {"mtdao"},
+}
 DEFAULTS = {field.name: field.default for field in fields(Config)}
 
 
@@ -136,9 +145,9 @@ def train_worker(
 
 def settings_of(config: Config) -> dict[str, Any]:
     """What the numbers of a trial depend on, besides the corpus."""
-    if config.method == "ddp":
-        config = replace(config, **{name: DEFAULTS[name] for name in OF_METHODS})
-    return {k: v for k, v in asdict(config).items() if k not in SAYS_NOTHING}
+    idle = {n: DEFAULTS[n] for n, who in SAYS_TO.items() if config.method not in who}
+    settings = asdict(replace(config, **idle))
+    return {k: v for k, v in settings.items() if k not in SAYS_NOTHING}
 
 
 @dataclass

@@ -109,6 +109,21 @@ def test_ddp_is_the_gradient_of_all_workers_and_has_no_period(recipe, store, con
     assert trial.final.val_loss == pytest.approx(loss, abs=1e-4)
 
 
+def test_a_setting_that_says_nothing_to_a_method_makes_no_other_trial(recipe, config):
+    settings_of = recipe("trials").settings_of
+    changes = {
+        "sync_every": 7, "overlap": 1, "codec": "int8", "outer_lr": 0.1,
+        "outer_momentum": 0.1, "fragments": 2, "qsr": 0.1, "slow_beta": 0.1,
+        "omega": 0.1,
+    }  # fmt: skip
+    heard = {"ddp": 0, "local_sgd": 4, "diloco": 5, "streaming": 6, "mtdao": 5}
+    for method, count in heard.items():
+        own = dataclasses.replace(config, method=method)
+        others = [dataclasses.replace(own, **{n: v}) for n, v in changes.items()]
+        differ = [settings_of(other) != settings_of(own) for other in others]
+        assert sum(differ) == count, method
+
+
 def test_without_time_or_leave_nothing_is_trained(recipe, store, config):
     store.trains = False
     assert store.trial(config) is None
