@@ -112,7 +112,7 @@ def settle(sheet: Sheet) -> list[str] | None:
     present, everybody must be ready, or be gone, or have been waited for long enough.
     Others, who come or come back, wait for them.
     """
-    sheet = {name: entry for name, entry in sheet.items() if not entry.leaves}
+    sheet = _staying(sheet)
     ready = sorted(name for name, entry in sheet.items() if entry.ready)
     if not ready:
         return None
@@ -136,17 +136,23 @@ def settle(sheet: Sheet) -> list[str] | None:
 
 def settlement(sheet: Sheet, names: Sequence[str], key: str) -> Settlement:
     """What a sheet of this name settles for those who go on together."""
-    generation, epoch = latest(sheet)
+    generation = latest(sheet)[0] + 1
+    # Who leaves counts no more, but for the numbers that it has used.
+    _, epoch = latest(_staying(sheet))
     ranks = ranks_of(sheet, names)
     first = min(ranks, key=lambda name: ranks[name])
     main = sorted(ranks[name] for name in names if sheet[name].epoch == epoch)
     return Settlement(
-        generation + 1,
-        f"{generation + 1}-{key}",
+        generation,
+        f"{generation}-{key}",
         ranks,
         tuple(main),
         sheet[first].store,
     )
+
+
+def _staying(sheet: Sheet) -> Sheet:
+    return {name: entry for name, entry in sheet.items() if not entry.leaves}
 
 
 def ranks_of(sheet: Sheet, names: Sequence[str]) -> dict[str, int]:
