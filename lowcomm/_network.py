@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+
+_numbers = itertools.count()
 
 
 class Network:
@@ -63,8 +66,9 @@ def network(num_workers: int, *, mbit_s: float | None = None) -> Iterator[Networ
         num_workers: number of namespaces.
         mbit_s: rate of each; None for no limit.
     """
-    names = [f"lowcomm-{os.getpid()}-{i}" for i in range(num_workers)]
-    hub = f"lowcomm-{os.getpid()}-hub"
+    prefix = f"lowcomm-{os.getpid()}-{next(_numbers)}"
+    names = [f"{prefix}-{i}" for i in range(num_workers)]
+    hub = f"{prefix}-hub"
     terminate = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         for name in (hub, *names):

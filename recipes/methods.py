@@ -8,11 +8,18 @@ from torch import nn
 import lowcomm
 
 
-def build_optimizer(config: Config, model: nn.Module) -> Any:
-    """The method of a run, but for DDP, around the inner optimizer."""
+def build_optimizer(config: Config, model: nn.Module, group: Any = None) -> Any:
+    """The method of a run, but for DDP, around the inner optimizer.
+
+    Args:
+        config: the run.
+        model: whose parameters it is built over.
+        group: the workers; torch's default process group if None.
+    """
     method, every = config.method, config.sync_every
     params, inner = build_inner(config, model)
     common = {"overlap": overlap_of(config), "codec": config.codec, **inner}
+    common["group"] = group
     # What a run leaves open is for the method's own default.
     outer = {"outer_lr": config.outer_lr, "outer_momentum": config.outer_momentum}
     outer = {name: value for name, value in outer.items() if value is not None}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import socket
 import threading
 import time
@@ -20,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from lowcomm.sync import threads
 from lowcomm.sync.errors import PeerMismatch, SyncError
 from lowcomm.sync.group import TorchGroup
 from lowcomm.sync.roll import (
@@ -157,7 +157,6 @@ class ElasticGroup(Group):
         self._saw_run = False
         self._store, port_of_store = _listen(self.address)
         digest = hashlib.sha256(f"{run}\0{token}".encode()).hexdigest()
-        self._pid = os.getpid()
         self._roll = Roll(
             lighthouse,
             self.name,
@@ -389,9 +388,7 @@ class ElasticGroup(Group):
             else:
                 built.append(channel)
 
-        thread = threading.Thread(target=build, daemon=True)
-        thread.start()
-        thread.join(timeout_s)
+        threads.start(build, "lowcomm build").join(timeout_s)
         if not built:
             return False
         (self._channel,) = built

@@ -19,6 +19,8 @@ from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import Any, NamedTuple
 
+from lowcomm.sync import threads
+
 _log = logging.getLogger(__name__)
 
 _BEAT_S = 0.2
@@ -30,7 +32,7 @@ _MISSING_S = 0.4
 _OUTAGE_S = 3.0
 _RETURN_S = 3.0
 #: A sheet that not all have asked for comes when the lighthouse stops waiting.
-_SHEET = timedelta(seconds=30)
+_SHEET = timedelta(seconds=10)
 
 
 @dataclass(frozen=True)
@@ -219,6 +221,7 @@ class Roll:
         entry: Entry,
         on_sheet: Callable[[Sheet, str], None],
     ) -> None:
+        client_class()  # here, where its absence is an error
         self.name = name
         self.address = lighthouse
         self.entry = entry
@@ -227,12 +230,8 @@ class Roll:
         self._absences = Absences()
         self._closed = threading.Event()
         self._lock = threading.Lock()
-        self._threads = [
-            threading.Thread(target=target, name="lowcomm roll", daemon=True)
-            for target in (self._beat, self._ask)
-        ]
-        for thread in self._threads:
-            thread.start()
+        for target in (self._beat, self._ask):
+            threads.start(target, "lowcomm roll", self.close)
 
     def say(self, **changes: Any) -> None:
         """Changes what is said of this worker, from its next sheet on."""
@@ -246,21 +245,20 @@ class Roll:
         self._closed.set()
 
     def _beat(self) -> None:
-        with self._trying() as connect:
-            while not self._closed.wait(_BEAT_S):
-                connect(lambda client: client.heartbeat(self.name, _ANSWER))
+        lighthouse = _Lighthouse(self.address)
+        while not self._closed.wait(_BEAT_S):
+            lighthouse.call(lambda client: client.heartbeat(self.name, _ANSWER))
 
     def _ask(self) -> None:
-        with self._trying() as connect:
-            while not self._closed.wait(_ASK_S):
-                entry = asdict(self._current())
-                quorum = connect(
-                    lambda client, entry=entry: client.quorum(
-                        self.name, _SHEET, data=entry
-                    )
+        lighthouse = _Lighthouse(self.address, _log.warning)
+        while not self._closed.wait(_ASK_S):
+            quorum = lighthouse.call(
+                lambda client: client.quorum(
+                    self.name, _SHEET, data=asdict(self._current())
                 )
-                if quorum is not None and not self._closed.is_set():
-                    self._take(quorum)
+            )
+            if quorum is not None and not self._closed.is_set():
+                self._take(quorum)
 
     def _current(self) -> Entry:
         with self._lock:
@@ -279,38 +277,44 @@ class Roll:
         created = quorum.created
         self._on_sheet(sheet, f"{created.seconds}.{created.nanos:09d}")
 
-    @contextlib.contextmanager
-    def _trying(self) -> Any:
-        """A function that calls a client, and makes a new one after a failure."""
-        clients: list[Any] = []
-        was_reached = True
 
-        def connect(call: Callable[[Any], Any]) -> Any:
-            nonlocal was_reached
-            try:
-                if not clients:
-                    clients.append(_client(self.address))
-                result = call(clients[0])
-            except Exception as error:
-                clients.clear()
-                if was_reached and not self._closed.is_set():
-                    _log.warning("no answer of the lighthouse: %s", _first_line(error))
-                was_reached = False
-                self._closed.wait(_BEAT_S)
-                return None
-            if not was_reached:
-                _log.warning("the lighthouse at %s answers again", self.address)
-            was_reached = True
-            return result
+class _Lighthouse:
+    """A connection that is made again after a failure.
 
-        yield connect
+    Args:
+        address: host:port.
+        tell: called with what is to be known of failures.
+    """
+
+    def __init__(
+        self, address: str, tell: Callable[..., None] = lambda *_: None
+    ) -> None:
+        self._address = address
+        self._tell = tell
+        self._client: Any = None
+        self._answers = True
+
+    def call(self, call: Callable[[Any], Any]) -> Any:
+        """What the client answers; None without an answer."""
+        try:
+            if self._client is None:
+                self._client = client_class()(f"http://{self._address}", _CONNECT)
+            result = call(self._client)
+        except Exception as error:  # whatever comes out of native code
+            self._client = None
+            if self._answers:
+                what = str(error).partition(", details")[0]
+                self._tell("no answer of the lighthouse %s: %s", self._address, what)
+            self._answers = False
+            return None
+        if not self._answers:
+            self._tell("the lighthouse %s answers again", self._address)
+        self._answers = True
+        return result
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
-
-
-def _client(address: str) -> Any:
+def client_class() -> Any:
+    """torchft's client of a lighthouse."""
     try:
         from torchft.coordination import LighthouseClient
     except ImportError:
@@ -318,7 +322,7 @@ def _client(address: str) -> Any:
             "torchft must be installed for workers that come and go. Run `pip install "
             "'lowcomm[elastic]'`."
         ) from None
-    return LighthouseClient(f"http://{address}", _CONNECT)
+    return LighthouseClient
 
 
 def address_towards(host: str, port: int) -> str:
