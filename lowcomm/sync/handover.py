@@ -36,12 +36,12 @@ def give(wire: Wire, peer: int, state: Any, bucket_bytes: int) -> Exchange:
     data = _as_bytes(tensors)
     sizes = torch.tensor([len(text), len(data)])
     yield wire.send(peer, sizes, wire.tag(0, 0))
-    yield wire.send(peer, _of_text(text), wire.tag(0, 1))
     under_way: list[Handle] = []
-    for part in _parts(data, bucket_bytes):
-        under_way.append(wire.send(peer, part, wire.tag(1, 0)))
-        if len(under_way) == DEPTH:
-            yield under_way.pop(0)
+    for flat, tag in ((_of_text(text), wire.tag(0, 1)), (data, wire.tag(1, 0))):
+        for part in _parts(flat, bucket_bytes):
+            under_way.append(wire.send(peer, part, tag))
+            if len(under_way) == DEPTH:
+                yield under_way.pop(0)
     yield from under_way
 
 
@@ -50,9 +50,9 @@ def take(wire: Wire, peer: int, bucket_bytes: int) -> Generator[Handle, None, An
     sizes = torch.empty(2, dtype=torch.int64)
     yield wire.recv(peer, sizes, wire.tag(0, 0))
     text, data = (torch.empty(int(size), dtype=torch.uint8) for size in sizes)
-    yield wire.recv(peer, text, wire.tag(0, 1))
-    for part in _parts(data, bucket_bytes):
-        yield wire.recv(peer, part, wire.tag(1, 0))
+    for flat, tag in ((text, wire.tag(0, 1)), (data, wire.tag(1, 0))):
+        for part in _parts(flat, bucket_bytes):
+            yield wire.recv(peer, part, tag)
     return rebuild(text.numpy().tobytes(), data)
 
 
@@ -87,7 +87,7 @@ def describe(state: Any) -> tuple[bytes, list[Tensor]]:
 
 
 def rebuild(text: bytes, data: Tensor) -> Any:
-    """The state of that form, with tensors that are views of the bytes."""
+    """The state of that form."""
     parts = _Reader(data)
 
     def value(form: Any) -> Any:
@@ -118,7 +118,8 @@ class _Reader:
         num_bytes = torch.Size(shape).numel() * dtype.itemsize
         part = self._data[self._at : self._at + num_bytes]
         self._at += _padded(num_bytes)
-        return part.view(dtype).reshape(tuple(shape))
+        # A view would keep the whole message, for as long as any part of it is used.
+        return part.clone().view(dtype).reshape(tuple(shape))
 
 
 def _padded(num_bytes: int) -> int:
@@ -131,8 +132,9 @@ def _as_bytes(tensors: Sequence[Tensor]) -> Tensor:
     data = torch.zeros(sum(map(_padded, sizes)), dtype=torch.uint8)
     for tensor, size, end in zip(tensors, sizes, ends, strict=True):
         start = end - _padded(size)
-        flat = tensor.to("cpu").contiguous().reshape(-1)
-        data[start : start + size] = flat.view(torch.uint8)
+        # Bytes are seen as values, as not all strides let values be seen as bytes.
+        room = data[start : start + size].view(tensor.dtype)
+        room.copy_(tensor.reshape(-1))
     return data
 
 
