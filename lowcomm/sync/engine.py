@@ -256,6 +256,8 @@ class Engine:
                     self._take_from(donor, council)
         else:
             self._begin()
+        for progress in self._progress:
+            progress.verified = False  # as with those that have just come
         self._is_fresh = False
         return council
 
@@ -387,9 +389,9 @@ class Engine:
         if self._clock >= self._next or self.group.calls:
             rounds = self._stats.rounds
             self._with_workers(self._exchange_due)
+            self._report()
             if self.group.awaited and self._stats.rounds > rounds:
                 self._reform()
-            self._report()
 
     def _exchange_due(self) -> None:
         self._resend()
