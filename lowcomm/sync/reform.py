@@ -96,7 +96,7 @@ class Council:
     def __init__(self, facts: Mapping[int, Facts], main: Sequence[int]) -> None:
         self.facts = facts
         self.old = {r: f for r, f in facts.items() if not f.fresh}
-        self._main = [rank for rank in main if rank in self.old]
+        self._main = [rank for rank in main if rank in self.old] or self._latest()
         #: ranks that have no part in the run yet
         self.fresh = [rank for rank, f in facts.items() if f.fresh]
         #: ranks that have missed rounds
@@ -119,6 +119,13 @@ class Council:
             for other in mine.members
             if other in self.old
         )
+
+    def _latest(self) -> list[int]:
+        """One that has had most rounds; for when those that had more are gone."""
+        if not self.old:
+            return []
+        names = next(iter(self.old.values())).places
+        return [max(self.old, key=lambda rank: [self._had(rank, n) for n in names])]
 
     def _had(self, rank: int, name: str) -> tuple[int, str]:
         """A worker's next round, and where its last was, when results are used."""
@@ -171,4 +178,5 @@ def _holds(place: Place, round: int, epoch: str) -> bool:
     if place.round == round:
         other = place.under_way
         return other is not None and other.prepared and other.epoch == epoch
-    return place.round == round + 1 and place.landed_in == epoch
+    # In pairs it may have had later ones, of the same epoch, with others.
+    return place.round > round and place.landed_in == epoch
