@@ -203,8 +203,9 @@ def test_a_result_of_another_exchange_of_the_round_is_not_the_same():
     """The others were settled without it, and have prepared the round again."""
     late = worker_at(2)
     left = {0: worker_at(2, "3-c", (0, 1)), 1: worker_at(2, "3-c", (0, 1)), 2: late}
-    council = settle(left, (0, 1))
-    assert council.behind == [2]
+    used = [council_of(left, (0, 1)).is_used(rank, STREAM) for rank in left]
+    assert used == [True, True, False]
+    assert settle(left, (0, 1)).behind == [2]
     assert {worker.had[-1] for worker in left.values()} == {(5, "3-c")}
 
 
