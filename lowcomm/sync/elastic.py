@@ -155,6 +155,7 @@ class ElasticGroup(Group):
         self._waits = False
         self._settlement: Settlement | None = None
         self._saw_run = False
+        self._progress = 0
         self._store, port_of_store = _listen(self.address)
         digest = hashlib.sha256(f"{run}\0{token}".encode()).hexdigest()
         self._roll = Roll(
@@ -233,6 +234,9 @@ class ElasticGroup(Group):
         handle = RemovableHandle(self.hooks)
         self.hooks[handle.id] = hook
         return handle
+
+    def note_progress(self) -> None:
+        self._roll.say(progress=self._roll.entry.progress + 1)
 
     def close(self) -> None:
         """Says goodbye, so that the others need not find out; after `finish`."""
@@ -370,6 +374,10 @@ class ElasticGroup(Group):
             return
         is_latest = latest(sheet) == (me.generation, me.epoch)
         others = [entry for name, entry in sheet.items() if name != self.name]
+        progress = sum(entry.progress for entry in others)
+        if progress > self._progress and self._channel is not None:
+            self._channel.be_patient()
+        self._progress = progress
         with_me = [entry.epoch == me.epoch for entry in others]
         ready = [entry.ready for entry in others]
         self.calls = not is_latest or any(map(and_, with_me, ready))
@@ -434,6 +442,10 @@ class _Channel(TorchGroup):
 
     def abort(self) -> None:
         self._abort()
+
+    def be_patient(self) -> None:
+        """Counts as a message: others are at work."""
+        self._pace.at = time.monotonic()
 
 
 def _listen(address: str) -> tuple[Any, int]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from lowcomm.sync.errors import PeerLost, PeerMismatch, SyncError
 from lowcomm.sync.fingerprint import fingerprint, number_of
 from lowcomm.sync.flat import Flats
-from lowcomm.sync.handover import give, take
+from lowcomm.sync.handover import describe, give, take
 from lowcomm.sync.mean import (
     Header,
     Job,
@@ -321,10 +321,13 @@ class Engine:
         else:
             state = {"clock": self._clock, "streams": self._agreed()}
         state["landed_in"] = [progress.landed_in for progress in self._progress]
+        try:
+            describe(state)
+        except TypeError as error:  # which is the taker's end, not this worker's
+            state = {"error": str(error)}
         wire = self._talk.wire(sorted((taker, self.group.rank)), _HANDOVER)
-        self._talk.wait(
-            self._talk.run(give(wire, taker, state, self._talk.bucket_bytes))
-        )
+        size, note = self._talk.bucket_bytes, self.group.note_progress
+        self._talk.wait(self._talk.run(give(wire, taker, state, size, note)))
         self._talk.setup_bytes += wire.bytes_sent
 
     def _agreed(self) -> dict[str, Any]:
@@ -344,6 +347,8 @@ class Engine:
         state = self._talk.wait(
             self._talk.run(take(wire, donor, self._talk.bucket_bytes))
         )
+        if "error" in state:
+            raise TypeError(state["error"])
         if "plan" in state:
             check_plans(donor, state["plan"], self.group.rank, self._plan)
             self._take(state["all"])

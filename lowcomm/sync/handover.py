@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,13 @@ _DTYPES = {
 }
 
 
-def give(wire: Wire, peer: int, state: Any, bucket_bytes: int) -> Exchange:
+def give(
+    wire: Wire,
+    peer: int,
+    state: Any,
+    bucket_bytes: int,
+    note: Callable[[], None] = lambda: None,
+) -> Exchange:
     """Sends a state to a member.
 
     Args:
@@ -31,6 +37,7 @@ def give(wire: Wire, peer: int, state: Any, bucket_bytes: int) -> Exchange:
         peer: the member.
         state: tensors and plain types in dictionaries, lists and tuples.
         bucket_bytes: largest message.
+        note: called when some of it has left.
     """
     text, tensors = describe(state)
     data = _as_bytes(tensors)
@@ -42,6 +49,7 @@ def give(wire: Wire, peer: int, state: Any, bucket_bytes: int) -> Exchange:
             under_way.append(wire.send(peer, part, tag))
             if len(under_way) == DEPTH:
                 yield under_way.pop(0)
+                note()
     yield from under_way
 
 

@@ -50,6 +50,7 @@ class Entry:
         misses: whether it is sure that some of them are gone.
         ready: whether it waits for them to be settled anew.
         waited_s: for how long.
+        progress: grows while it gives a state to another.
         is_done: whether it has no more rounds to come, so that none is waited for.
         leaves: whether it is about to go.
         min_workers: it goes on with no fewer.
@@ -67,6 +68,7 @@ class Entry:
     misses: bool = False
     ready: bool = False
     waited_s: float = 0.0
+    progress: int = 0
     is_done: bool = False
     leaves: bool = False
     min_workers: int = 1

@@ -148,6 +148,9 @@ class Group(ABC):
             told: what each worker has told, by rank.
         """
 
+    def note_progress(self) -> None:  # noqa: B027
+        """Called when a state is a message further, for those who wait meanwhile."""
+
     def close(self) -> None:  # noqa: B027
         """Leaves, where the others go on without."""
 
