@@ -7,7 +7,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help env test lint types demo bench clean
+.PHONY: help env test lint types demo bench chaos clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-6s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -34,6 +34,14 @@ demo: env ## Train with DDP and with DiLoCo, two workers each; writes out/demo/
 
 bench: env ## Run the benchmarks; each prints one JSON line per figure
 	@set -e; for file in $(wildcard benchmarks/[a-z]*.py); do $(BIN)/python $$file; done
+
+chaos: env ## Train under killed, stopped, cut and replaced workers; over half an hour
+	@set -e; for seed in 1 2; do \
+		$(BIN)/python recipes/chaos.py --seed $$seed --method diloco; \
+		$(BIN)/python recipes/chaos.py --seed $$seed --method streaming; \
+		$(BIN)/python recipes/chaos.py --seed $$seed --method desloc --faults 10; \
+		$(BIN)/python recipes/chaos.py --seed $$seed --method noloco --faults 10; \
+	done
 
 clean: ## Remove .venv, caches and build products; out/ stays
 	rm -rf $(VENV) build *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -1,7 +1,7 @@
 """Trains a small Llama while workers are killed, stopped, cut off, slowed and replaced.
 
     python recipes/chaos.py --method diloco --seed 0 --faults 20
-    make chaos                                          # other seeds; an hour
+    make chaos                                     # two other seeds, all methods
 
 The same run without faults comes after it. Checked at the end: no process has hung or
 ended that was not killed; parameters are equal on all; no round was applied by some
@@ -29,7 +29,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import tyro
-from chaos_worker import SMALL_FILES, Spec, corpus_of
+from chaos_worker import SMALL_FILES, Spec
+from data import load_corpus
 
 from lowcomm.testing import free_port, network, why_no_network
 
@@ -482,7 +483,8 @@ def verdict(
 def main(options: Options) -> int:
     """Runs it, prints a table, and says by its exit status whether all was well."""
     probe = Spec("", options.method, "", "", "", str(options.cache), 0, 0, 0.0, 0)
-    corpus_of(probe.config, make=True)
+    config = probe.config
+    load_corpus(config.data, config.vocab_size, config.cache, make=True)
     kinds = ["short cut", "long cut"] if (reason := why_no_network()) is None else []
     if reason:
         print(f"links are not cut: {reason}")
