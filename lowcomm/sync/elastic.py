@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from lowcomm.sync import threads
-from lowcomm.sync.errors import PeerMismatch, SyncError
+from lowcomm.sync.errors import PeerLost, PeerMismatch, SyncError
 from lowcomm.sync.group import TorchGroup
 from lowcomm.sync.roll import (
     Entry,
@@ -154,7 +154,7 @@ class ElasticGroup(Group):
         self._strangers: Sheet = {}
         self._waits = False
         self._settlement: Settlement | None = None
-        self._saw_run = False
+        self._saw_run = 0.0  # when, on the clock of waits
         self._progress = 0
         self._store, port_of_store = _listen(self.address)
         digest = hashlib.sha256(f"{run}\0{token}".encode()).hexdigest()
@@ -258,21 +258,31 @@ class ElasticGroup(Group):
         self._rounds = rounds
         while True:
             if self._failed > self._max_failed_rounds:
-                raise SyncError(
-                    f"workers must have a round in {self._max_failed_rounds} attempts, "
-                    f"got none on {self.name} with {sorted(self._sheet)} alive. Start "
-                    "from a checkpoint, or raise max_failed_rounds or timeout_s."
-                )
+                raise self._given_up()
             new = self._await_settlement()
             if new is not None and self._build(new):
                 break
             self._failed += 1
         left = [rank for rank in before if rank not in self._members]
         if left and self._raises:
-            raise SyncError(
-                f"workers must all stay, got ranks {left} lost (on_peer_loss='raise'). "
-                "Start from a checkpoint."
+            raise PeerLost(
+                f"ranks {left} were lost, and on_peer_loss='raise'. Start from a "
+                "checkpoint.",
+                left[0],
             )
+
+    def _given_up(self) -> SyncError:
+        if not self._sheet:
+            return SyncError(
+                f"lighthouse must answer, got nothing from {self._roll.address} on "
+                f"{self.name}. Start it with `python -m lowcomm lighthouse`, and see "
+                "that its port is open."
+            )
+        return SyncError(
+            f"workers must have a round in {self._max_failed_rounds} attempts, got "
+            f"none on {self.name} with {sorted(self._sheet)} alive. Start from a "
+            "checkpoint, or raise max_failed_rounds or timeout_s."
+        )
 
     def tell(self) -> Any:
         return None if self._tell is None else self._tell()
@@ -316,14 +326,14 @@ class ElasticGroup(Group):
     def _others_train(self) -> bool:
         """Whether there is a run under way that this worker waits to be let into."""
         generation, epoch = latest(self._sheet)
-        trains = generation > 0 and epoch != self._roll.entry.epoch
-        if self._saw_run and generation == 0 and self._sheet:
+        if generation > 0:
+            self._saw_run = time.monotonic()
+        elif self._saw_run and time.monotonic() > self._saw_run + self.timeout_s:
             raise SyncError(
                 "the run must be under way when a worker is let in, got its end while "
                 f"{self.name} waited."
             )
-        self._saw_run = self._saw_run or generation > 0
-        return trains
+        return generation > 0 and epoch != self._roll.entry.epoch
 
     def _check_company(self) -> None:
         for name, entry in self._strangers.items():
@@ -358,6 +368,8 @@ class ElasticGroup(Group):
     def _decide(self, key: str) -> None:
         sheet, me = self._sheet, self._roll.entry
         names = settle(sheet)
+        if self._saw_run and not latest(sheet)[0]:
+            names = None  # the run has not ended because nobody of it is seen for now
         if self._waits and self._settlement is None:
             if names and self.name in names:
                 self._settlement = new = settlement(sheet, names, key)
