@@ -6,13 +6,15 @@ import os
 import shutil
 import sysconfig
 import tokenize
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from uuid import uuid4
 
 import numpy as np
 import torch
+from extras import load_extra
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 
@@ -31,15 +33,19 @@ class Corpus(NamedTuple):
     train: np.ndarray  # (tokens,) uint16, mapped from the cache
     validation: np.ndarray
 
+    def batches(self, **shares: int) -> "Batches":
+        return Batches(self.train, **shares)
+
 
 # -------------------------------------------------------------------------------------
 # Documents
 
 
-def read_documents(data: Path | None) -> list[str]:
+def read_documents(data: str | Path | None) -> list[str]:
     """Reads the documents of `data`, in an order that only the files decide."""
     if data is None:
         return standard_library()
+    data = Path(data)
     if not data.exists():
         raise ValueError(f"data must be a file or a directory that exists, got {data}.")
     files = (
@@ -69,15 +75,19 @@ def visible(path: Path) -> bool:
 
 
 def read_file(file: Path) -> list[str]:
-    """One document of a text file, one per line of a JSON-lines file."""
+    """One document of a text file, one per line of JSON lines, one per parquet row."""
+    if file.suffix == ".parquet":
+        return read_parquet(file)
     try:
         text = file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(
             f"data must be UTF-8 text, got {file}: {error}. Convert or remove the file."
         ) from None
-    if file.suffix != ".jsonl":
-        return [text]
+    return read_json_lines(text, file) if file.suffix == ".jsonl" else [text]
+
+
+def read_json_lines(text: str, file: Path) -> list[str]:
     documents = []
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
@@ -93,6 +103,21 @@ def read_file(file: Path) -> list[str]:
             )
         documents.append(document)
     return documents
+
+
+def read_parquet(file: Path) -> list[str]:
+    parquet = load_extra(
+        "pyarrow.parquet", f"data must be text without the package pyarrow, got {file}"
+    )
+    schema = parquet.read_schema(file)
+    kind = str(schema.field("text").type) if "text" in schema.names else None
+    if kind not in ("string", "large_string", "string_view"):
+        raise ValueError(
+            'every parquet file must have a column "text" of strings, got '
+            f"{dict(zip(schema.names, map(str, schema.types), strict=True))} in {file}."
+        )
+    rows = parquet.read_table(file, columns=["text"])["text"].to_pylist()
+    return [row for row in rows if row is not None]
 
 
 def split(documents: list[str]) -> tuple[list[str], list[str]]:
@@ -113,7 +138,7 @@ def split(documents: list[str]) -> tuple[list[str], list[str]]:
 
 
 def load_corpus(
-    data: Path | None, vocab_size: int, cache: Path, *, make: bool
+    data: str | Path | None, vocab_size: int, cache: Path, *, make: bool
 ) -> Corpus:
     """Takes a corpus from the cache.
 
@@ -151,15 +176,22 @@ def corpus_key(documents: list[str], vocab_size: int) -> str:
 
 
 def make_cache_entry(entry: Path, documents: list[str], vocab_size: int) -> None:
-    """Writes tokenizer and tokens; the entry appears whole or not at all."""
+    """Writes tokenizer and tokens."""
     train, validation = split(documents)
     tokenizer = train_tokenizer(train, vocab_size)
-    unfinished = entry.with_name(f"unfinished-{uuid4().hex}")
-    unfinished.mkdir(parents=True)
-    try:
+    with new_entry(entry) as unfinished:
         tokenizer.save(str(unfinished / "tokenizer.json"))
         np.save(unfinished / "train.npy", encode(tokenizer, train))
         np.save(unfinished / "validation.npy", encode(tokenizer, validation))
+
+
+@contextmanager
+def new_entry(entry: Path) -> Iterator[Path]:
+    """A directory to write to; the entry appears whole or not at all."""
+    unfinished = entry.with_name(f"unfinished-{uuid4().hex}")
+    unfinished.mkdir(parents=True)
+    try:
+        yield unfinished
         os.rename(unfinished, entry)
     except OSError:
         # Another job on this machine may have been faster: its entry is the same.
@@ -277,12 +309,7 @@ class Batches:
         return {"epoch": self._epoch, "index": self._index, **self._identity()}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        for name, mine in self._identity().items():
-            if state[name] != mine:
-                raise ValueError(
-                    f"{name} must be that of the checkpoint to go on with the same "
-                    f"data, got {mine} with {state[name]} in the checkpoint."
-                )
+        check_same_data(state, self._identity())
         self._start_at(state["epoch"], state["index"])
         self._end_epoch()  # with more workers a step takes more windows
 
@@ -293,6 +320,16 @@ class Batches:
             "context": self._context,
             "seed": self._seed,
         }
+
+
+def check_same_data(state: Mapping[str, Any], identity: Mapping[str, int]) -> None:
+    """Refuses a position in other data."""
+    for name, mine in identity.items():
+        if state[name] != mine:
+            raise ValueError(
+                f"{name} must be that of the checkpoint to go on with the same "
+                f"data, got {mine} with {state[name]} in the checkpoint."
+            )
 
 
 def count_windows(tokens: np.ndarray, context: int) -> int:

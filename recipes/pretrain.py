@@ -9,8 +9,8 @@
         --save-every 100 --resume
 
 Runs are in runs.py, methods in methods.py; `--help` lists what can be overridden.
-Nothing is downloaded: the model starts from random weights, the default text is
-Python's own standard library.
+Nothing is downloaded, unless `--data hf:...` asks for it: the model starts from random
+weights, the default text is Python's own standard library.
 """
 
 import hashlib
@@ -32,6 +32,7 @@ from data import Batches, Corpus, load_corpus, validation_windows
 from methods import build_inner, build_optimizer
 from report import Report
 from runs import Config, configure
+from stream import StreamedBatches, StreamedCorpus, is_streamed, load_stream
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
@@ -55,7 +56,8 @@ MAY_DIFFER = {
 
 def build_model(config: Config) -> nn.Module:
     """A Llama with random weights."""
-    os.environ["HF_HUB_OFFLINE"] = "1"  # read on import: nothing here needs the network
+    if not is_streamed(config.data):
+        os.environ["HF_HUB_OFFLINE"] = "1"  # read on import: needs no network
     from transformers import LlamaConfig, LlamaForCausalLM
 
     return LlamaForCausalLM(
@@ -205,11 +207,12 @@ def of_all_workers(value: str) -> list[str]:
     return values
 
 
-def prepare_corpus(config: Config) -> Corpus:
+def prepare_corpus(config: Config) -> Corpus | StreamedCorpus:
     """Tokenizes what is new, on one worker of each machine while the others wait."""
+    kind = load_stream if is_streamed(config.data) else load_corpus
 
-    def load() -> Corpus:
-        return load_corpus(
+    def load() -> Corpus | StreamedCorpus:
+        return kind(
             config.data, config.vocab_size, config.cache, make=local_rank() == 0
         )
 
@@ -227,7 +230,7 @@ def prepare_corpus(config: Config) -> Corpus:
     return corpus
 
 
-def check_shards_differ(batches: Batches) -> None:
+def check_shards_differ(batches: Batches | StreamedBatches) -> None:
     """Workers that read the same data look fine and learn no more than one of them."""
     first = hashlib.sha256(batches.peek().numpy().tobytes()).hexdigest()
     firsts = of_all_workers(first)
@@ -281,7 +284,7 @@ def check_is_new(directory: Path) -> None:
         )
 
 
-def settings(config: Config, corpus: Corpus) -> dict[str, Any]:
+def settings(config: Config, corpus: Corpus | StreamedCorpus) -> dict[str, Any]:
     """What must be the same when the run is resumed."""
     same = {k: v for k, v in asdict(config).items() if k not in MAY_DIFFER}
     return {"corpus": corpus.key, **same}
@@ -302,8 +305,7 @@ def train(config: Config, device: torch.device) -> bool:
     notice = Notice() if config.save_every else None
 
     corpus = prepare_corpus(config)
-    batches = Batches(
-        corpus.train,
+    batches = corpus.batches(
         context=config.context,
         batch_size=config.batch_size,
         rank=rank,

@@ -54,9 +54,10 @@ class Config:
 
     # --- Data
 
-    data: Path | None = None
-    """A text file, a JSON-lines file (key "text"), or a directory of such files.
-    None: the sources of the running Python's standard library."""
+    data: str | None = None
+    """A text, JSON-lines (.jsonl) or parquet file, or a directory of such; text is at
+    key "text". Or hf:NAME:CONFIG:SPLIT, a dataset that is read while it is trained on,
+    see stream.py. None: the sources of the running Python's standard library."""
     vocab_size: int = 1024
     """Tokens of the byte-level BPE that is trained on the data."""
     context: int = 128
