@@ -70,7 +70,7 @@ def handed_over(state, bucket_bytes=64):
     """What arrives, and the wire."""
     wire = OneWay()
     drive(give(wire, 1, state, bucket_bytes))
-    result = drive(take(wire, 0, bucket_bytes))
+    result = drive(take(wire, 0))
     assert not wire.messages
     assert not wire.unsent
     return result, wire
@@ -143,7 +143,6 @@ def test_any_state_arrives_bit_by_bit(state, bucket_bytes):
     before = bits(snapshot(state))
     result, wire = handed_over(state, bucket_bytes)
     assert bits(result) == before == bits(state)
-    assert wire.sizes[0] == 16  # two lengths
     assert max(wire.sizes[1:]) <= bucket_bytes
 
 

@@ -17,6 +17,7 @@ from lowcomm.optim._inner import JoinedState, build_inner, load_inner_, unscale_
 from lowcomm.optim._states import States
 from lowcomm.optim._streams import (
     Accompanying,
+    Anchored,
     Average,
     AverageState,
     FirstWorkers,
@@ -294,7 +295,7 @@ class AbstractWrapper(Optimizer):
     def _give(self) -> dict[str, Any]:
         """The whole state, for a worker that comes: it begins as a copy of this one."""
         optimizer = self.state_dict()
-        sync = optimizer[_OWN_KEY]["sync"] | {"pending": []}
+        sync = _without_debts(optimizer[_OWN_KEY]["sync"])
         optimizer[_OWN_KEY] = optimizer[_OWN_KEY] | {"sync": sync}
         return {"optimizer": optimizer, "tensors": {**self._named(), **self._buffers}}
 
@@ -304,7 +305,9 @@ class AbstractWrapper(Optimizer):
             for name, tensor in {**self._named(), **self._buffers}.items():
                 tensor.copy_(state["tensors"][name])
         self.load_state_dict(state["optimizer"])
-        self._to_global_()
+        for stream in self._engine.streams:
+            if isinstance(stream, Anchored) and self._engine.started:
+                stream.layout.scatter_all_(stream.anchor)
         self._engine.begin_share()
 
     def _state_streams(self) -> list[AverageState]:
@@ -691,6 +694,15 @@ class OuterRateWrapper(AbstractWrapper):
 
     def _check_outer_lr(self, outer_lr: float) -> None:
         """Raises if the method cannot take this rate."""
+
+
+def _without_debts(sync: Mapping[str, Any]) -> dict[str, Any]:
+    """An engine's state without shares under way, and what a codec owes to the next."""
+    streams = {
+        name: {**stream, "tensors": {**stream["tensors"], "residual": {}}}
+        for name, stream in sync["streams"].items()
+    }
+    return {**sync, "pending": [], "streams": streams}
 
 
 def _check_robust(clip: float | None, trim: int, weight: object) -> Robust:

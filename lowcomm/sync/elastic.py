@@ -31,6 +31,7 @@ from lowcomm.sync.roll import (
     latest,
     settle,
     settlement,
+    staying,
 )
 from lowcomm.sync.schedule import check_number, check_positive
 from lowcomm.sync.seam import Exchange, Group, Handle, Task
@@ -368,8 +369,10 @@ class ElasticGroup(Group):
     def _decide(self, key: str) -> None:
         sheet, me = self._sheet, self._roll.entry
         names = settle(sheet)
-        if self._saw_run and not latest(sheet)[0]:
+        if self._saw_run and not latest(staying(sheet))[0]:
             names = None  # the run has not ended because nobody of it is seen for now
+        if self._strangers and not me.generation:
+            names = None  # it is this worker that is at the wrong place
         if self._waits and self._settlement is None:
             if names and self.name in names:
                 self._settlement = new = settlement(sheet, names, key)

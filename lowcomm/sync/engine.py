@@ -289,7 +289,8 @@ class Engine:
                 if pending.serves:
                     self._land_served(pending, outcome)
                 else:
-                    self._land(pending, outcome, 0.0, settle=False)
+                    # Else `finish` would find it equal, and leave what is mixed in.
+                    self._land(pending, outcome, 0.0, settle=True)
             elif pending.serves or self.group.rank in council.behind:
                 pass  # what was done here is still in the tensors
             elif pending.kept:
@@ -344,9 +345,7 @@ class Engine:
 
     def _take_from(self, donor: int, council: Council) -> None:
         wire = self._talk.wire(sorted((donor, self.group.rank)), _HANDOVER)
-        state = self._talk.wait(
-            self._talk.run(take(wire, donor, self._talk.bucket_bytes))
-        )
+        state = self._talk.wait(self._talk.run(take(wire, donor)))
         if "error" in state:
             raise TypeError(state["error"])
         if "plan" in state:
@@ -356,7 +355,8 @@ class Engine:
         else:
             self._clock = state["clock"]
             self._follow(state["streams"])
-        for progress in self._progress:
+        for progress, landed_in in zip(self._progress, state["landed_in"], strict=True):
+            progress.landed_in = landed_in
             clock = council.sent_again(progress.stream.name)
             never = progress.stream.schedule.never
             if (
@@ -440,8 +440,11 @@ class Engine:
         else:
             shares, finite, norm = self._shares(stream)
         weight = 0.0
-        if stream.counts(self.group.rank, members):
-            weight = self._weigh(self._stats.steps - progress.launched_at)
+        # Who has just come has nothing to give, and would halve what others do.
+        if stream.counts(self.group.rank, members) and not self._has_just_come(
+            progress
+        ):
+            weight = self._weight(self._stats.steps - progress.launched_at)
         pending = self._new_pending(
             progress,
             clock=clock,
@@ -459,14 +462,15 @@ class Engine:
         progress.plan(clock)
         self._pending.append(pending)
         self._send(pending)
+        if self._has_just_come(progress):  # to a round that its donor has launched
+            return
         replaced = stream.launched_(shares, len(members), finite=pending.finite)
         if replaced and not pending.finite:
             self._heal()
 
-    def _weigh(self, steps: int) -> float:
-        """This worker's weight after so many steps."""
-        # Who has just come has nothing to give, and would halve what others do.
-        return 0.0 if self.group.is_elastic and not steps else self._weight(steps)
+    def _has_just_come(self, progress: _Progress) -> bool:
+        """Whether this worker was let in, and has taken no step since."""
+        return self.group.is_elastic and self._stats.steps == progress.launched_at
 
     def _partners(
         self, progress: _Progress, peers: Peers
@@ -529,7 +533,7 @@ class Engine:
     def _send(self, pending: _Pending) -> None:
         """Puts a share on its way."""
         stream, header = pending.progress.stream, self._header(pending)
-        members = pending.members
+        members, pending.epoch = pending.members, self.group.epoch
         if pending.declined:
             wire = self._talk.wire(members, partial=True)
             self._presence.decline(wire, pending.clock)
@@ -543,7 +547,6 @@ class Engine:
         if pending.lost is not None:
             job = job._replace(lost=pending.lost.tensors)
         job = job._replace(staged=pending.staged)
-        pending.epoch = self.group.epoch
         pending.wire, pending.task = wire, self._talk.run(mean_(wire, job, header))
 
     def _resend(self) -> None:

@@ -41,7 +41,9 @@ def give(
     """
     text, tensors = describe(state)
     data = _as_bytes(tensors)
-    sizes = torch.tensor([len(text), len(data)])
+    # The taker's messages may have another size, be it by mistake: a backend that gets
+    # a message of another length than it expects ends the process.
+    sizes = torch.tensor([len(text), len(data), bucket_bytes])
     yield wire.send(peer, sizes, wire.tag(0, 0))
     under_way: list[Handle] = []
     for flat, tag in ((_of_text(text), wire.tag(0, 1)), (data, wire.tag(1, 0))):
@@ -53,11 +55,12 @@ def give(
     yield from under_way
 
 
-def take(wire: Wire, peer: int, bucket_bytes: int) -> Generator[Handle, None, Any]:
+def take(wire: Wire, peer: int) -> Generator[Handle, None, Any]:
     """Receives what a member gives; tensors lie on the CPU."""
-    sizes = torch.empty(2, dtype=torch.int64)
+    sizes = torch.empty(3, dtype=torch.int64)
     yield wire.recv(peer, sizes, wire.tag(0, 0))
-    text, data = (torch.empty(int(size), dtype=torch.uint8) for size in sizes)
+    *lengths, bucket_bytes = map(int, sizes)
+    text, data = (torch.empty(length, dtype=torch.uint8) for length in lengths)
     for flat, tag in ((text, wire.tag(0, 1)), (data, wire.tag(1, 0))):
         for part in _parts(flat, bucket_bytes):
             yield wire.recv(peer, part, tag)

@@ -116,7 +116,7 @@ def settle(sheet: Sheet) -> list[str] | None:
     present, everybody must be ready, or be gone, or have been waited for long enough.
     Others, who come or come back, wait for them.
     """
-    sheet = _staying(sheet)
+    sheet = staying(sheet)
     ready = sorted(name for name, entry in sheet.items() if entry.ready)
     if not ready:
         return None
@@ -142,7 +142,7 @@ def settlement(sheet: Sheet, names: Sequence[str], key: str) -> Settlement:
     """What a sheet of this name settles for those who go on together."""
     generation = latest(sheet)[0] + 1
     # Who leaves counts no more, but for the numbers that it has used.
-    _, epoch = latest(_staying(sheet))
+    _, epoch = latest(staying(sheet))
     ranks = ranks_of(sheet, names)
     first = min(ranks, key=lambda name: ranks[name])
     main = sorted(ranks[name] for name in names if sheet[name].epoch == epoch)
@@ -155,7 +155,8 @@ def settlement(sheet: Sheet, names: Sequence[str], key: str) -> Settlement:
     )
 
 
-def _staying(sheet: Sheet) -> Sheet:
+def staying(sheet: Sheet) -> Sheet:
+    """Without those that are about to go."""
     return {name: entry for name, entry in sheet.items() if not entry.leaves}
 
 
