@@ -182,8 +182,8 @@ class Worker(threading.Thread):
     def run(self):
         try:
             self.address = f"127.0.0.1:{next(self.fleet.ports)}"
-            settings = {"timeout_s": 3.0, "address": "127.0.0.1"} | self.settings
-            self.group = MortalGroup(self.address, name=self.name, **settings)
+            usual = {"name": self.name, "timeout_s": 3.0, "address": "127.0.0.1"}
+            self.group = MortalGroup(self.address, **usual | self.settings)
             self.group.register_change_hook(self.changes.append)
             self.result = self.work(self)
         except Killed:
@@ -248,13 +248,20 @@ class Fleet:
         self._patch_exchanges(patch)
         self._patch_engine(patch)
 
-    def start(self, name, work, **settings):
-        worker = self.workers[name] = Worker(self, name, work, settings)
+    def start(self, called, work, **settings):
+        self.workers[called] = worker = Worker(self, called, work, settings)
         worker.start()
         return worker
 
     def __getitem__(self, number):
         return self.workers[f"worker-{number}"]
+
+    def forget(self, called):
+        """Keeps nothing of a worker that has ended, nor of exchanges."""
+        self.workers.pop(called)
+        self._rounds.clear()
+        for worker in self.workers.values():
+            worker.councils.clear()
 
     def await_hold(self, *numbers):
         """Returns when these workers are between two steps, and stay there."""
@@ -313,6 +320,8 @@ class Fleet:
             if worker.is_trapped("confirm to some", self._rounds.get(wire)):
                 word = torch.zeros(1, dtype=torch.uint8)
                 yield wire.send(wire.others[0], word, wire.confirm_tag)
+                for peer in wire.others:  # who then have told all that they hold it
+                    yield wire.recv(peer, torch.empty_like(word), wire.confirm_tag)
                 worker.die()
             yield from confirm(wire)
             self._reached("land", wire)

@@ -1,7 +1,10 @@
 """Workers that come and go: what is kept, what is taken, and that nobody hangs."""
 
+import gc
 import re
+import threading
 import time
+import types
 
 import pytest
 import torch
@@ -10,6 +13,7 @@ import fleet as fleets
 import lowcomm
 from fleet import METHODS, build, one_step, training, until_awaited, wait_for
 from lowcomm.sync.elastic import ElasticGroup
+from lowcomm.sync.mean import Outcome, Wire
 from toy import inner_state_of, same, scalar, slide, snapshot, tensors_of
 
 every_method = pytest.mark.parametrize("method", METHODS)
@@ -79,6 +83,8 @@ def test_a_round_in_which_one_is_killed_is_had_by_all_or_by_none(fleet, method, 
     if method == "NoLoCo":
         return
     assert left[0].landed == left[1].landed
+    if what in ("confirm to some", "land"):  # one of them may have used it
+        assert any(key[1:] == (1, (0, 1, 2)) for key in left[0].landed)
     for stream in {stream for stream, *_ in left[0].landed}:
         rounds = sorted(key for key in left[0].landed if key[0] == stream)
         members = [members for _, _, members in rounds]
@@ -101,6 +107,19 @@ def test_one_that_is_killed_in_finish_keeps_nobody_from_being_equal(
     check_equal(fleet.join(0, 2))
     assert fleet[1].group.is_dead
     check_rounds(fleet[0], fleet[2])
+
+
+def test_what_is_prepared_too_late_is_not_used():
+    """Others have been told already that it is not here."""
+    wire = Wire(types.SimpleNamespace(rank=0), (0, 1), lane=0, exchange=5)
+    outcome = Outcome({}, (0, 1), 0)
+    assert wire.seal() is None
+    with pytest.raises(lowcomm.PeerLost, match="settled anew"):
+        wire.prepare(outcome)
+    assert wire.seal() is None
+    wire = Wire(types.SimpleNamespace(rank=0), (0, 1), lane=0, exchange=5)
+    wire.prepare(outcome)
+    assert wire.seal() is outcome
 
 
 @pytest.mark.parametrize("what", ["meet", "met"])
@@ -380,6 +399,33 @@ def progress_of(worker):
 # Leave, and end
 
 
+def test_what_has_come_and_gone_leaves_nothing_behind(fleet):
+    """Threads, connections and memory of groups that are no more."""
+
+    def outlive(worker):
+        build(worker, "streaming")
+        for i in range(5):
+            work = training("streaming", 10**6, trap=("greet", 3 * i + 3))
+            other = fleet.start("worker-1", work)
+            wait_for(lambda: worker.group.awaited)
+            while not (other.group and other.group.is_dead):
+                one_step(worker)
+            other.join()
+            fleet.forget("worker-1")
+            del other
+            one_step(worker)
+            gc.collect()
+            first.append(count())
+            wait_for(lambda: count() <= first[0])
+
+    def count():
+        return sum(t.name.startswith("lowcomm") for t in threading.enumerate())
+
+    first = []
+    fleet.start("worker-0", outlive)
+    fleet.join()
+
+
 def test_one_that_leaves_in_between_is_not_waited_for(fleet):
     def leave(worker):
         worker.group.close()
@@ -538,6 +584,20 @@ def test_one_of_another_run_is_refused_and_named(fleet, settings, words):
     assert "secret" not in str(error)
     check_equal(fleet.join(0, 1))
     assert "secret" not in str(fleet.lighthouse.sheet())
+
+
+def test_a_second_one_of_the_same_name_is_refused(fleet):
+    at = {5: lambda worker: wait_for(lambda: fleet[0].holds)}
+    for i in range(2):
+        fleet.start(f"worker-{i}", training("DiLoCo", at=at), start_with=2)
+    fleet.lighthouse.await_sheet(lambda sheet: any(e.epoch for e in sheet.values()))
+    error = error_of(fleet.start("worker-2", training("DiLoCo"), name="worker-1"))
+    fleet[0].holds = True
+    assert isinstance(error, lowcomm.PeerMismatch)
+    assert re.match(
+        "name must be that of one worker, got 'worker-1' at 127", str(error)
+    )
+    check_equal(fleet.join(0, 1))
 
 
 def test_one_that_comes_when_the_run_ends_is_told_so(fleet):

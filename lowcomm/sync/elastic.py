@@ -153,6 +153,7 @@ class ElasticGroup(Group):
         self._news = threading.Condition()
         self._sheet: Sheet = {}
         self._strangers: Sheet = {}
+        self._namesake: Entry | None = None
         self._waits = False
         self._settlement: Settlement | None = None
         self._saw_run = 0.0  # when, on the clock of waits
@@ -306,6 +307,8 @@ class ElasticGroup(Group):
 
     def _await_settlement(self) -> Settlement | None:
         """What all come to, if they do in time."""
+        if self._roll.entry.generation == 0 and self._roll.entry.start_with == 1:
+            self._look_round()
         with self._news:
             self._settlement, self._waits = None, True
         self._roll.say(ready=True)
@@ -324,6 +327,17 @@ class ElasticGroup(Group):
             if self._settlement is None:
                 self._roll.say(ready=False)
 
+    def _look_round(self) -> None:
+        """Returns when it is sure whether there is a run, which one alone would miss.
+
+        A lighthouse that has just come back knows nobody.
+        """
+        with self._news:
+            self._news.wait_for(
+                lambda: latest(self._sheet)[0] > 0 or self._roll.is_sure,
+                self.timeout_s,
+            )
+
     def _others_train(self) -> bool:
         """Whether there is a run under way that this worker waits to be let into."""
         generation, epoch = latest(self._sheet)
@@ -337,6 +351,7 @@ class ElasticGroup(Group):
         return generation > 0 and epoch != self._roll.entry.epoch
 
     def _check_company(self) -> None:
+        self._check_name()
         for name, entry in self._strangers.items():
             if self._roll.entry.generation == 0:
                 mine, what = self._roll.entry, "run"
@@ -349,10 +364,23 @@ class ElasticGroup(Group):
                     "run a lighthouse of its own."
                 )
 
+    def _check_name(self) -> None:
+        me, other = self._roll.entry, self._namesake
+        if other is not None and other.generation >= me.generation:
+            self._roll.close()  # without a goodbye, which would be the other's
+            raise PeerMismatch(
+                f"name must be that of one worker, got {self.name!r} at {me.store} and "
+                f"at {other.store}. Leave it out, or wait for the other one's end."
+            )
+
     def _on_sheet(self, sheet: Sheet, key: str) -> None:
         """Called in the roll's thread."""
         me = self._roll.entry
         with self._news:
+            if self.name in sheet and sheet[self.name].store != me.store:
+                self._namesake = sheet[self.name]
+                self._news.notify_all()
+                return
             self._sheet = {
                 name: entry
                 for name, entry in sheet.items()

@@ -187,7 +187,7 @@ class Absences:
 
     def __init__(self) -> None:
         self._last = -math.inf  # when the last sheet came
-        self._sure_from = -math.inf
+        self._sure_from = math.inf
         self._lacking_since: float | None = None
 
     def note(self, now: float, lacks: bool) -> bool:
@@ -200,7 +200,12 @@ class Absences:
             return False
         if self._lacking_since is None:
             self._lacking_since = now
-        return now >= self._sure_from and now - self._lacking_since >= _MISSING_S
+        return self.is_sure and now - self._lacking_since >= _MISSING_S
+
+    @property
+    def is_sure(self) -> bool:
+        """Whether sheets have come for long enough to show everybody."""
+        return self._last >= self._sure_from
 
 
 class Roll:
@@ -235,6 +240,11 @@ class Roll:
         self._lock = threading.Lock()
         for target in (self._beat, self._ask):
             threads.start(target, "lowcomm roll", self.close)
+
+    @property
+    def is_sure(self) -> bool:
+        """Whether the sheets are known to show everybody."""
+        return self._absences.is_sure
 
     def say(self, **changes: Any) -> None:
         """Changes what is said of this worker, from its next sheet on."""
