@@ -1,5 +1,6 @@
 """The planner: numbers by hand, identities, and what `simulate` measures."""
 
+import importlib
 import json
 import re
 import sys
@@ -414,6 +415,57 @@ def test_thousands_wait_for_the_slowest_and_pairs_for_one_another():
     assert all_of == sorted(all_of)
     assert waited("NoLoCo", 4096) < all_of[-1] / 1.5
     assert waited("NoLoCo", 2) == pytest.approx(all_of[0], rel=0.1)
+
+
+# --------------------------------------------------------------------------------------
+# What others have published: benchmarks/planner.py
+
+
+@pytest.fixture
+def published(monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parent.parent / "benchmarks")
+    return importlib.import_module("planner")
+
+
+def test_published_rates_lie_on_a_grid(published):
+    rates = published.GBIT_S.values()
+    indices = [published.grid_index(gbit_s) for gbit_s in rates]
+    assert indices == [37, 27, 18, 14, 9]
+    for index, gbit_s in zip(indices, rates, strict=True):
+        assert published.grid_rate(index) == pytest.approx(gbit_s, abs=0.06)
+
+
+def test_rates_for_half_are_the_published_ones_but_for_a_factor(published):
+    """Which nothing overlaps, and what three tenths of a step beside DDP make of it."""
+    for period, planned in published.rates_for_half(0.0).items():
+        assert planned == pytest.approx(104.81 / period, rel=1e-3)
+        assert 0.65 < planned / published.GBIT_S[period] < 0.76
+    low, high = published.common_factor()
+    assert 1.28 < low < 1.3 and 1.58 < high < 1.61
+    for period, planned in published.rates_for_half(0.3).items():
+        index = published.grid_index(published.GBIT_S[period])
+        assert published.grid_rate(index - 1) < planned < published.grid_rate(index)
+
+
+@pytest.mark.parametrize("tokens", [25, 100, 250])
+def test_hours_are_the_published_ones_but_for_a_factor(published, tokens):
+    run = published.RUNS[tokens]
+    dp = published.hours_of(run, Method("DDP"))
+    assert dp / run.hours_dp == pytest.approx(1.127, abs=0.004)
+    streaming = published.hours_of(run, published.STREAMING, "int4")
+    assert 1.05 < streaming / run.hours_streaming < 1.07
+    by_dp = published.hours_of(run, published.STREAMING, "int4", by_dp_hours=True)
+    assert 1.0 < by_dp / run.hours_streaming < 1.03
+    eager = published.hours_of(run, published.EAGER, "int4")
+    assert eager == pytest.approx(run.hours_eager)
+
+
+def test_pairs_save_what_was_published_if_steps_spread_enough(published):
+    saved = [published.idle_of(1024, jitter).saved for jitter in (0.25, 0.5, 1.0)]
+    assert saved == pytest.approx([0.054, 0.110, 0.245], abs=0.005)
+    assert published.idle_of(1024, 0.86).saved == pytest.approx(0.2, abs=0.01)
+    fewer = [published.idle_of(n, 0.5).saved for n in published.NUM_WORKERS]
+    assert fewer == sorted(fewer) and fewer[0] == pytest.approx(0.043, abs=0.005)
 
 
 # --------------------------------------------------------------------------------------
