@@ -197,6 +197,7 @@ class TorchGroup(Group):
             if member != self.rank:  # a wait for one that is lost runs out no more
                 _run_out(self._group, place)
         for handle in [handle for handle in _open.values() if handle.belongs_to(self)]:
+            handle.error = RuntimeError("given up, as workers are settled anew")
             handle.forget()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -233,12 +234,13 @@ class _TorchHandle:
 
     def wait(self) -> None:
         try:
-            if self.error is not None:
-                raise self.error
-            if self.works is None:
+            if self.works is None and self.error is None:
                 self._group._flush()
             for work in self.works or ():
                 work.wait(_NEVER) if self._group._is_gloo else work.wait()
+            # After the wait: it may be forgotten meanwhile, and has not arrived then.
+            if self.error is not None:
+                raise self.error
         except RuntimeError as error:
             # The backend's words do not say which worker is meant.
             reason = str(error).splitlines()[0].split("] ")[-1]
