@@ -17,6 +17,7 @@ class Stats(NamedTuple):
     bytes_sent: int
     setup_bytes: None  # DDP's own broadcast of the weights passes no hook: unknown
     exposed_s: float
+    streams: dict[str, Any]  # gradients are no displacements: nothing to compare
 
 
 class DDPAdamW(torch.optim.AdamW):
@@ -51,7 +52,7 @@ class DDPAdamW(torch.optim.AdamW):
 
     @property
     def stats(self) -> Stats:
-        return Stats(self._bytes_sent, None, self._exposed_s)
+        return Stats(self._bytes_sent, None, self._exposed_s, {})
 
     def finish(self) -> None:
         """Nothing is ever left to exchange."""

@@ -1,7 +1,14 @@
 """Packages that only some runs need."""
 
 import importlib
+import importlib.util
 from types import ModuleType
+
+
+def is_installed(package: str) -> bool:
+    """Whether it can be imported, and is no directory that only has its name."""
+    spec = importlib.util.find_spec(package)
+    return spec is not None and spec.origin is not None
 
 
 def load_extra(module: str, otherwise: str) -> ModuleType:

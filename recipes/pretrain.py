@@ -16,6 +16,7 @@ weights, the default text is Python's own standard library.
 import hashlib
 import math
 import os
+import secrets
 import signal
 import sys
 from collections.abc import Mapping
@@ -31,11 +32,12 @@ from baseline import DDPAdamW
 from data import Batches, Corpus, load_corpus, validation_windows
 from methods import build_inner, build_optimizer
 from report import Report
-from runs import Config, configure
+from runs import Config, Launch, configure
 from stream import StreamedBatches, StreamedCorpus, is_streamed, load_stream
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
+from trackers import RunId
 
 import lowcomm
 
@@ -46,7 +48,7 @@ ENDED_BY_SIGTERM = 128 + signal.SIGTERM  # the usual exit status; torchrun start
 # What may differ when a run is resumed.
 MAY_DIFFER = {
     "num_steps", "workers", "init", "data", "cache", "out", "log_every", "eval_every",
-    "eval_windows", "save_every", "resume",
+    "eval_windows", "save_every", "resume", "wandb", "wandb_per_worker", "tensorboard",
 }  # fmt: skip
 
 
@@ -156,13 +158,6 @@ def evaluate(
     total = sum_losses(model, optimizer, windows, config)
     dist.all_reduce(total)
     return (total[0] / total[1]).item()
-
-
-def mean_over_workers(value: Tensor) -> float:
-    """For the log, four bytes; no part of what a method exchanges."""
-    value = value.clone()
-    dist.all_reduce(value)
-    return value.item() / dist.get_world_size()
 
 
 # -------------------------------------------------------------------------------------
@@ -294,7 +289,7 @@ def settings(config: Config, corpus: Corpus | StreamedCorpus) -> dict[str, Any]:
 # The loop
 
 
-def train(config: Config, device: torch.device) -> bool:
+def train(config: Launch, device: torch.device) -> bool:
     """Trains to the end, or until SIGTERM; says whether it was the end."""
     rank, world = dist.get_rank(), dist.get_world_size()
     if rank == 0 and config.workers not in (None, world):
@@ -326,6 +321,7 @@ def train(config: Config, device: torch.device) -> bool:
     torch.manual_seed(config.seed + 1 + rank)  # equal weights, but noise of its own
 
     loss_sum = LossSum(device)
+    run_id = RunId(of_all_workers(secrets.token_hex(4))[0])
     checkpoints = lowcomm.Checkpointer(
         out / "checkpoints",
         config=settings(config, corpus),
@@ -334,14 +330,21 @@ def train(config: Config, device: torch.device) -> bool:
         scheduler=scheduler,
         batches=batches,
         loss=loss_sum,
+        run_id=run_id,
     )
     start = checkpoints.load() if config.resume else 0
 
-    report = None
-    if rank == 0:
-        parameters = sum(parameter.numel() for parameter in model.parameters())
-        report = Report(out, config, workers=world, parameters=parameters, start=start)
-    with report or nullcontext(), checkpoints:
+    report = Report(
+        out,
+        config,
+        rank=rank,
+        workers=world,
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        start=start,
+        run_id=run_id.value,
+        stats=optimizer.stats,
+    )
+    with report, checkpoints:
         for step in range(start + 1, config.num_steps + 1):
             for micro_step in range(1, config.accumulate + 1):
                 windows = next(batches).to(device)
@@ -361,13 +364,12 @@ def train(config: Config, device: torch.device) -> bool:
                 optimizer.finish()
             if done or step % config.log_every == 0:
                 num_steps = (step - 1) % config.log_every + 1  # since the last metrics
-                train_loss = mean_over_workers(loss_sum.value / num_steps)
+                train_loss = loss_sum.value / num_steps
                 loss_sum.value.zero_()
                 val_loss = None
                 if done or (config.eval_every and step % config.eval_every == 0):
                     val_loss = evaluate(model, optimizer, validation, config)
-                if report:
-                    report.line(step, train_loss, val_loss, lr, optimizer.stats)
+                report.line(step, train_loss, val_loss, lr, optimizer.stats)
             asks = notice is not None and step % config.sync_every == 0
             stops = asks and notice.came_to_anybody()
             if stops or (config.save_every and step % config.save_every == 0):

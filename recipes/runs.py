@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import tyro
+from extras import is_installed
 
 Method = Literal[
     "ddp", "local_sgd", "local_adam", "diloco", "streaming", "eager", "noloco",
@@ -141,6 +142,41 @@ class Config:
             raise ValueError(
                 f"inner must be adamw with ddp, got inner={self.inner!r}. The baseline "
                 "is AdamW's: give --inner adamw, and its rate and decays."
+            )
+
+
+@dataclass(frozen=True)
+class Launch(Config):
+    """A run as it is launched: also where its metrics are shown.
+
+    Apart from `Config`, as it says nothing about what is trained.
+    """
+
+    wandb: Literal["off", "offline", "online"] = "off"
+    """Weights & Biases: one run, of worker 0, in the project lowcomm or WANDB_PROJECT.
+    offline writes it to `out`/wandb, and `wandb sync` sends it. online does the same
+    where nobody is logged in."""
+    wandb_per_worker: bool = False
+    """A run for each worker with its own loss, bytes and waiting, in one group."""
+    tensorboard: bool = False
+    """TensorBoard, to `out`/tensorboard."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.wandb != "off" and not is_installed("wandb"):
+            raise ValueError(
+                f"wandb must be off without the package wandb, got {self.wandb}. "
+                "Install it: pip install wandb."
+            )
+        if self.tensorboard and not is_installed("tensorboard"):
+            raise ValueError(
+                "tensorboard must be off without the package tensorboard, got "
+                "tensorboard=True. Install it: pip install tensorboard."
+            )
+        if self.wandb_per_worker and self.wandb == "off":
+            raise ValueError(
+                "wandb must be offline or online with wandb_per_worker, got off. Give "
+                "--wandb offline."
             )
 
 
@@ -498,14 +534,14 @@ PAPERS = (
 )  # fmt: skip
 
 
-def all_runs() -> dict[str, tuple[str, Config]]:
+def all_runs() -> dict[str, tuple[str, Launch]]:
     """Descriptions and configurations of all runs, by name."""
-    runs: dict[str, tuple[str, Config]] = {}
+    runs: dict[str, tuple[str, Launch]] = {}
     for run in (smoke, demo, compare, stdlib_small, *PAPERS):
         config, description = run(), run.__doc__ or ""
-        runs[config.name] = description, config
+        runs[config.name] = description, Launch(**vars(config))
         if run in PAPERS:
-            small = tiny(config)
+            small = Launch(**vars(tiny(config)))
             runs[small.name] = f"{config.name} for minutes on a CPU.", small
     return runs
 
@@ -517,7 +553,7 @@ def count_parameters(config: Config) -> int:
     return config.vocab_size * width + config.num_layers * block + width
 
 
-def configure(arguments: Sequence[str], *, quiet: bool = False) -> Config:
+def configure(arguments: Sequence[str], *, quiet: bool = False) -> Launch:
     """The configuration that a command line asks for: a run's name, then overrides.
 
     Args:

@@ -502,13 +502,13 @@ class NoStats:
 
 def test_tokens_are_those_of_the_workers_that_have_read_them(recipe, tmp_path):
     """All steps are counted as if there had always been as many workers as now."""
-    make = functools.partial(recipe("report").Report, tmp_path, recipe("runs").smoke())
+    make = functools.partial(recipe("report").Lines, tmp_path, recipe("runs").smoke())
     of_one = 4 * 32  # windows of a step, and their tokens
 
     def run(workers, start, *steps):
-        with make(workers=workers, parameters=1, start=start) as report:
+        with make({"workers": workers}, start) as lines:
             for step in steps:
-                report.line(step, 0.0, None, 0.1, NoStats())
+                lines.line(step, {"loss": 0.0}, None, 0.1, NoStats())
         assert json.loads((tmp_path / "run.json").read_text())["workers"] == workers
 
     run(3, 0, 5, 10)

@@ -30,7 +30,7 @@ METHODS = (
     "local_sgd", "local_adam", "diloco", "streaming", "eager", "noloco", "desloc",
     "mtdao", "slowmo",
 )  # fmt: skip
-TIMES = ("exposed_s", "tokens_s", "wall_s")
+TIMES = ("exposed_s", "utilization", "tokens_s", "wall_s")
 NUM_STEPS, SYNC_EVERY = 120, 10
 
 
@@ -681,7 +681,7 @@ def test_a_run_trains_and_tells(recipe, place, method):
     facts = json.loads((out / "run.json").read_text(encoding="utf-8"))
     metrics = metrics_of(out)
     assert [line["step"] for line in metrics] == list(range(5, NUM_STEPS + 1, 5))
-    documented = recipe("report").Report.__doc__
+    documented = recipe("report").Lines.__doc__
     assert all(re.search(rf"^ +{key} ", documented, re.M) for key in metrics[0])
 
     # Two workers, four windows of 32 tokens each.
