@@ -475,7 +475,7 @@ def verdict(
         faults.append(f"without a round for more than {limit_s:g} s: {slow}")
     if reference is not None:
         gap = disturbed["loss"] / reference["loss"] - 1
-        if gap > LARGEST_LOSS_GAP:
+        if not gap <= LARGEST_LOSS_GAP:  # it may be no number
             faults.append(f"the loss is {gap:.1%} above that without faults")
     return faults
 

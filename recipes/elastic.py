@@ -13,6 +13,7 @@ the data from all; the rate follows what has been read.
 import argparse
 import json
 import math
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,11 @@ class Run:
         self.group.register_change_hook(self.changed)
         self.optimizer = build_optimizer(config, self.model, self.group)
         self.optimizer.register_round_hook(lambda _: self.applied())
+        self.is_told = False
+        signal.signal(signal.SIGTERM, self.take_notice)
+
+    def take_notice(self, *_: object) -> None:
+        self.is_told = True
 
     @property
     def done(self) -> int:
@@ -102,8 +108,8 @@ class Run:
         """Called after each round."""
 
     def is_to_stop(self) -> bool:
-        """Asked before each step."""
-        return False
+        """Asked before each step: the machine may be taken away."""
+        return self.is_told
 
     @torch.no_grad()
     def validate(self) -> float:
@@ -152,12 +158,13 @@ def main(argv: list[str]) -> None:
     out = config.out or Path("out", config.name, config.method)
     windows = config.num_steps * config.batch_size * mine.start_with
     run = Talking(config, windows, run=config.name, **vars(mine))
-    run.train()
-    print(json.dumps({"validation": run.validate()}), flush=True)
-    if run.group.rank == min(run.group.members()):
-        out.mkdir(parents=True, exist_ok=True)
-        torch.save(run.model.state_dict(), out / "model.pt")
-    run.group.close()
+    with run.group:
+        if not run.train():
+            return  # the others go on
+        print(json.dumps({"validation": run.validate()}), flush=True)
+        if run.group.rank == min(run.group.members()):
+            out.mkdir(parents=True, exist_ok=True)
+            torch.save(run.model.state_dict(), out / "model.pt")
 
 
 if __name__ == "__main__":

@@ -392,6 +392,7 @@ def called(lighthouse):
             news.notify_all()
 
     mine = Roll("host:1", "me", entry(), on_sheet)
+    mine.start()
 
     def await_sheet(holds):
         with news:

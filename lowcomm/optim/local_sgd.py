@@ -93,6 +93,11 @@ class LocalSGD(AbstractWrapper):
             )
         self.average_states = average_states
         self.levels = self._check_levels(list(levels or ()), common.get("codec"))
+        if self.levels and getattr(common.get("group"), "is_elastic", False):
+            raise ValueError(
+                "levels must be None with workers that come and go, got "
+                f"{self.levels}: sites are of fixed ranks."
+            )
         super().__init__(params, **common)
         if self.levels:
             self._check_sites(self._engine.gather([site for site, _ in self.levels]))

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import socket
 import threading
 import time
 import uuid
-from collections import OrderedDict
+import weakref
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from operator import and_
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -103,6 +104,17 @@ class ElasticGroup(Group):
     Raises:
         ValueError: if an argument is out of its range.
         ImportError: without torchft.
+
+    Later, out of the optimizer: `PeerMismatch` if this worker does not belong to the
+    others, `SyncError` when it gives up, `PeerLost` if that is wanted.
+
+    Example::
+
+        with ElasticGroup("10.0.0.1:29510", start_with=2) as group:
+            opt = lowcomm.DiLoCo(model.parameters(), group=group, sync_every=100)
+            while opt.stats.steps < num_steps:
+                ...
+            opt.finish()
     """
 
     is_elastic = True
@@ -156,6 +168,7 @@ class ElasticGroup(Group):
         self._namesake: Entry | None = None
         self._waits = False
         self._settlement: Settlement | None = None
+        self._sheet_at = -math.inf
         self._saw_run = 0.0  # when, on the clock of waits
         self._progress = 0
         self._store, port_of_store = _listen(self.address)
@@ -171,8 +184,10 @@ class ElasticGroup(Group):
                 start_with=start_with,
                 patience_s=timeout_s,
             ),
-            self._on_sheet,
+            _weakly(self._on_sheet),
         )
+        self._roll.start()
+        weakref.finalize(self, self._roll.close)
         _log.info(
             "%s at %s, lighthouse %s: waits %g s for a worker (timeout_s), %g s for a "
             "connection, and gives up when workers were settled %d times without a "
@@ -198,7 +213,11 @@ class ElasticGroup(Group):
         return self._members
 
     def channel(self) -> Group:
-        assert self._channel is not None, "no exchange before workers are settled"
+        if self._channel is None:
+            raise SyncError(
+                "group must be open, got one that was closed, or has given up. Build "
+                "it and the optimizer again."
+            )
         return self._channel
 
     def send(self, peer: int, tensor: Tensor, tag: int) -> Handle:
@@ -242,6 +261,8 @@ class ElasticGroup(Group):
 
     def close(self) -> None:
         """Says goodbye, so that the others need not find out; after `finish`."""
+        if self._roll.is_closed:
+            return
         self._roll.say(leaves=True, ready=False)
         with self._news:
             self._news.wait_for(
@@ -251,6 +272,12 @@ class ElasticGroup(Group):
         self._roll.close()
         self._drop_channel()
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     # ------------------------------------------------------------------ settling
 
     def reform(self, rounds: int) -> None:
@@ -259,7 +286,7 @@ class ElasticGroup(Group):
         self._failed = self._failed + 1 if rounds == self._rounds else 0
         self._rounds = rounds
         while True:
-            if self._failed > self._max_failed_rounds:
+            if self._failed >= self._max_failed_rounds:
                 raise self._given_up()
             new = self._await_settlement()
             if new is not None and self._build(new):
@@ -320,12 +347,12 @@ class ElasticGroup(Group):
                     self._check_company()
                     if self._others_train():
                         deadline = time.monotonic() + 2 * self.timeout_s
-                return self._settlement
         finally:
             with self._news:
-                self._waits = False
-            if self._settlement is None:
-                self._roll.say(ready=False)
+                self._waits, new = False, self._settlement
+                if new is None:
+                    self._roll.say(ready=False)
+        return new
 
     def _look_round(self) -> None:
         """Returns when it is sure whether there is a run, which one alone would miss.
@@ -340,6 +367,8 @@ class ElasticGroup(Group):
 
     def _others_train(self) -> bool:
         """Whether there is a run under way that this worker waits to be let into."""
+        if time.monotonic() > self._sheet_at + self.timeout_s:
+            return False  # as far as is known
         generation, epoch = latest(self._sheet)
         if generation > 0:
             self._saw_run = time.monotonic()
@@ -348,21 +377,34 @@ class ElasticGroup(Group):
                 "the run must be under way when a worker is let in, got its end while "
                 f"{self.name} waited."
             )
-        return generation > 0 and epoch != self._roll.entry.epoch
+        train = any(e.epoch == epoch and not e.is_done for e in self._sheet.values())
+        return generation > 0 and epoch != self._roll.entry.epoch and train
 
     def _check_company(self) -> None:
+        if self._roll.error is not None:
+            raise self._roll.error
         self._check_name()
-        for name, entry in self._strangers.items():
-            if self._roll.entry.generation == 0:
-                mine, what = self._roll.entry, "run"
-                if entry.run == mine.run:
-                    what = "token"
-                raise PeerMismatch(
-                    f"{what} must be that of the workers at {self._roll.address}, got "
-                    f"{mine.run!r} on {self.name} and {entry.run!r} on {name}"
-                    f"{' with another token' if what == 'token' else ''}. Give each "
-                    "run a lighthouse of its own."
-                )
+        if self._is_stray():
+            mine, (name, entry) = self._roll.entry, min(self._strangers.items())
+            what, more = "run", ""
+            if entry.run == mine.run:
+                what, more = "token", " with another token"
+            raise PeerMismatch(
+                f"{what} must be that of the workers at {self._roll.address}, got "
+                f"{mine.run!r} on {self.name} and {entry.run!r} on {name}{more}. Give "
+                "each run a lighthouse of its own."
+            )
+
+    def _is_stray(self) -> bool:
+        """Whether it is this worker that has come to the wrong place."""
+        if not self._strangers or latest(self._sheet)[0]:
+            return False
+        # Of two runs that begin at one lighthouse, the one with more workers does.
+        runs = Counter((e.run, e.token) for e in self._strangers.values())
+        runs[self._roll.entry.run, self._roll.entry.token] = len(self._sheet)
+        most = max(runs, key=lambda run: (runs[run], run))
+        is_least = most != (self._roll.entry.run, self._roll.entry.token)
+        return is_least or latest(self._strangers)[0] > 0
 
     def _check_name(self) -> None:
         me, other = self._roll.entry, self._namesake
@@ -377,6 +419,7 @@ class ElasticGroup(Group):
         """Called in the roll's thread."""
         me = self._roll.entry
         with self._news:
+            self._sheet_at = time.monotonic()
             if self.name in sheet and sheet[self.name].store != me.store:
                 self._namesake = sheet[self.name]
                 self._news.notify_all()
@@ -399,8 +442,8 @@ class ElasticGroup(Group):
         names = settle(sheet)
         if self._saw_run and not latest(staying(sheet))[0]:
             names = None  # the run has not ended because nobody of it is seen for now
-        if self._strangers and not me.generation:
-            names = None  # it is this worker that is at the wrong place
+        if self._is_stray():
+            names = None
         if self._waits and self._settlement is None:
             if names and self.name in names:
                 self._settlement = new = settlement(sheet, names, key)
@@ -418,13 +461,13 @@ class ElasticGroup(Group):
         is_latest = latest(sheet) == (me.generation, me.epoch)
         others = [entry for name, entry in sheet.items() if name != self.name]
         progress = sum(entry.progress for entry in others)
-        if progress > self._progress and self._channel is not None:
-            self._channel.be_patient()
+        channel = self._channel  # which the main thread may drop at any time
+        if progress > self._progress and channel is not None:
+            channel.be_patient()
         self._progress = progress
-        with_me = [entry.epoch == me.epoch for entry in others]
-        ready = [entry.ready for entry in others]
-        self.calls = not is_latest or any(map(and_, with_me, ready))
-        self.awaited = any(r and not w for r, w in zip(ready, with_me, strict=True))
+        ready = [entry.epoch == me.epoch for entry in others if entry.ready]
+        self.calls = not is_latest or any(ready)
+        self.awaited = not all(ready)
 
     def _build(self, new: Settlement) -> bool:
         """Connects the workers; has it been done in time?"""
@@ -452,6 +495,17 @@ class ElasticGroup(Group):
         channel, self._channel = self._channel, None
         if channel is not None:
             channel.abort()
+
+
+def _weakly(method: Callable[[Sheet, str], None]) -> Callable[[Sheet, str], None]:
+    """The method, as long as its owner is there: a thread must not keep it."""
+    reference = weakref.WeakMethod(method)
+
+    def call(sheet: Sheet, key: str) -> None:
+        if (found := reference()) is not None:
+            found(sheet, key)
+
+    return call
 
 
 class _Channel(TorchGroup):

@@ -210,6 +210,13 @@ class Engine:
         Args:
             work: may be begun again at any time.
         """
+        try:
+            self._try_with_workers(work)
+        except (SyncError, KeyboardInterrupt):
+            self.group.close()  # the others need not wait to find out
+            raise
+
+    def _try_with_workers(self, work: Callable[[], None]) -> None:
         is_broken = self.group.calls
         while True:
             if is_broken:
@@ -219,11 +226,15 @@ class Engine:
             except PeerLost as error:
                 if not self.group.is_elastic:
                     raise
-                _log.warning("settling anew: %s", error)
+                # As text: who keeps a record would keep all that has failed with it.
+                _log.warning("settling anew: %s", str(error))
                 is_broken = True
 
     def _reform(self) -> None:
         """Goes on with the workers that are there now."""
+        for pending in self._pending:  # before anything of them can go wrong
+            if pending.wire is not None:
+                pending.wire.seal()
         before = self.group.members(0)
         while True:
             self.group.reform(self._stats.rounds)
@@ -367,7 +378,9 @@ class Engine:
     def _follow(self, streams: Mapping[str, Any]) -> None:
         for progress in self._progress:
             theirs = streams[progress.stream.name]
-            self._stats.skipped_rounds += theirs["round"] - progress.round
+            if progress.stream.is_round and not progress.stream.schedule.never:
+                missed = theirs["round"] - progress.round
+                self._stats.skipped_rounds += max(0, missed)
             progress.due, progress.began = theirs["due"], theirs["began"]
             progress.round, progress.verified = theirs["round"], False
             progress.stream.locate()
