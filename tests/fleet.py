@@ -10,6 +10,7 @@ import hashlib
 import itertools
 import threading
 import time
+import weakref
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -257,11 +258,8 @@ class Fleet:
         return self.workers[f"worker-{number}"]
 
     def forget(self, called):
-        """Keeps nothing of a worker that has ended, nor of exchanges."""
-        self.workers.pop(called)
-        self._rounds.clear()
-        for worker in self.workers.values():
-            worker.councils.clear()
+        """Keeps nothing of a worker that has ended."""
+        del self.workers[called]
 
     def await_hold(self, *numbers):
         """Returns when these workers are between two steps, and stay there."""
@@ -296,7 +294,7 @@ class Fleet:
             self._owner(wire.group).reached(what, self._rounds[wire])
 
     def _patch_exchanges(self, patch):
-        self._rounds = {}
+        self._rounds = weakref.WeakKeyDictionary()  # by wire
         mean_, reduce = engine.mean_, mean._Pipeline._reduce
         prepare, confirm = mean.Wire.prepare, mean._confirm
         give, take = engine.give, engine.take
@@ -494,9 +492,9 @@ def until_awaited(worker):
     worker.holds = False
 
 
-def wait_for(holds):
+def wait_for(holds, every_s=0.002):
     """Returns when something holds; it must, sooner or later."""
     deadline = time.monotonic() + LONGEST_S
     while not holds():
         assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.002)
+        time.sleep(every_s)
