@@ -40,6 +40,11 @@ POLL_S = 0.02
 LARGEST_LOSS_GAP = 0.02
 SLACK_S = 3.0  # that a fault may cost beyond timeout_s
 
+KINDS = (
+    "kill", "short stop", "join and leave", "slow", "kill in save", "long stop",
+    "full disk", "lighthouse",
+)  # fmt: skip
+
 Method = Literal[
     "diloco", "streaming", "desloc", "noloco", "local_sgd", "eager", "mtdao"
 ]
@@ -55,6 +60,8 @@ class Options:
     """Of the weights, the data, and the faults."""
     faults: int = 20
     """How many."""
+    kinds: tuple[str, ...] = ()
+    """Which. None: all that this machine can do."""
     workers: int = 4
     """How many begin."""
     windows: int = 0
@@ -278,12 +285,6 @@ class Faults:
     def __init__(self, stage: Stage, random: random.Random) -> None:
         self._stage, self._random = stage, random
         self._timeout_s = stage.options.timeout_s
-        self.kinds = [
-            "kill", "short stop", "join and leave", "slow", "kill in save",
-            "long stop", "full disk", "lighthouse",
-        ]  # fmt: skip
-        if stage.can_cut:
-            self.kinds += ["short cut", "long cut"]
 
     def play(self, kind: str) -> Fault:
         """Does it, and waits until everybody has rounds again."""
@@ -300,11 +301,17 @@ class Faults:
         fault.until = time.monotonic()
         spared = others if kind != "lighthouse" else [*others, victim]
         fault.lived = [worker.name for worker in spared]
-        fault.go_on_s = max(
+        gaps = [
             _longest_gap(worker, fault.at, fault.until)
             for worker in spared
             if worker.is_alive
-        )
+        ]
+        if not gaps:
+            raise RuntimeError(
+                f"windows must be enough for all faults, got {self._stage.windows}, of "
+                f"which all were read before {kind!r} was over. Raise --windows."
+            )
+        fault.go_on_s = max(gaps)
         return fault
 
     def _replace(self, victim: Worker) -> None:
@@ -397,7 +404,7 @@ def run(options: Options, kinds: list[str] | None, windows: int) -> dict[str, An
             stage.start(place)
         stage.wait("all workers", lambda: len(stage.alive) == options.workers, START_S)
         faults = Faults(stage, random.Random(options.seed))
-        played = [fault for fault in _play(faults, kinds or [], stage, windows)]
+        played = list(_play(faults, kinds or [], stage, windows))
         stage.wait(
             "the end",
             lambda: all(not worker.is_alive for worker in stage.workers),
@@ -488,10 +495,7 @@ def main(options: Options) -> int:
     kinds = ["short cut", "long cut"] if (reason := why_no_network()) is None else []
     if reason:
         print(f"links are not cut: {reason}")
-    kinds = [
-        "kill", "short stop", "join and leave", "slow", "kill in save", "long stop",
-        "full disk", "lighthouse", *kinds,
-    ]  # fmt: skip
+    kinds = [*(options.kinds or (*KINDS, *kinds))]
     windows = options.windows or 2800 * (options.faults + 2)
     print(f"{options.method}, seed {options.seed}: longest time without a round")
     report = {"disturbed": run(options, choose(options, kinds), windows)}

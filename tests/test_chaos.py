@@ -18,6 +18,7 @@ chaos = pytest.importorskip("chaos")
 def test_a_run_under_four_faults(tmp_path):
     command = [sys.executable, "recipes/chaos.py", "--method", "streaming"]
     command += ["--faults", "4", "--no-reference", "--out", str(tmp_path)]
+    command += ["--kinds", "kill", "short stop", "join and leave", "lighthouse"]
     command += ["--cache", str(ROOT / "out" / "cache")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
