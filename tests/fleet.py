@@ -492,9 +492,9 @@ def until_awaited(worker):
     worker.holds = False
 
 
-def wait_for(holds, every_s=0.002):
+def wait_for(holds, *, every_s=0.002, longest_s=LONGEST_S):
     """Returns when something holds; it must, sooner or later."""
-    deadline = time.monotonic() + LONGEST_S
+    deadline = time.monotonic() + longest_s
     while not holds():
         assert time.monotonic() < deadline, "waited in vain"
         time.sleep(every_s)
