@@ -195,6 +195,11 @@ class Checkpointer:
         self._keep = keep
         self._timeout_s = timeout_s
         self._group = resolve_group(group)
+        if self._group.is_elastic:
+            raise ValueError(
+                "group must be of fixed workers, got an ElasticGroup. Leave it out: "
+                "one worker saves, and others that come have their state from it."
+            )
         self._rank = self._group.rank
         self._num_workers = len(self._group.members(0))
         self._talk = Talk(self._group, timeout_s, bucket_bytes=1 << 20)

@@ -1,6 +1,6 @@
 """Pretrains a small Llama with workers that come and go, each started by hand.
 
-    pip install torchft==0.2.0
+    pip install '.[elastic]'
     python -m lowcomm lighthouse --bind 10.0.0.1:29510            # on one machine
     python recipes/elastic.py --lighthouse 10.0.0.1:29510 --start-with 2 demo
                                                      # on each, now or at any later time

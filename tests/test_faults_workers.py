@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 import fleet as fleets
 import lowcomm
-from fleet import build, training
+from fleet import build, one_step, training
 from lowcomm.sync.errors import PeerLost
 from lowcomm.sync.group import TorchGroup
 from lowcomm.testing import free_port
@@ -166,3 +166,44 @@ def test_a_lone_worker_learns_as_it_does_without_a_group(monkeypatch):
         fleet.join()
         pairs = zip(fleet[0].model.parameters(), alone.model.parameters(), strict=True)
         assert all(torch.equal(a, b) for a, b in pairs)
+
+
+# One that comes loads an older state than it was given
+
+
+def test_a_state_is_loaded_before_the_first_step_only(fleet):
+    def work(worker):
+        build(worker)
+        state = worker.opt.state_dict()
+        worker.opt.load_state_dict(state)
+        for _ in range(5):
+            one_step(worker)
+        with pytest.raises(ValueError, match="^state_dict must be loaded"):
+            worker.opt.load_state_dict(state)
+        with pytest.raises(ValueError, match="^group must be of fixed"):
+            lowcomm.Checkpointer("unused", group=worker.group, model=worker.model)
+
+    fleet.start("worker-0", work, start_with=1)
+    fleet.join()
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"lighthouse": None}, "lighthouse must be a string"),
+        ({"lighthouse": "here:1", "name": 3}, "name must be a string"),
+        ({"lighthouse": "here:1", "address": "0.0.0.0"}, "address must be one that"),
+    ],
+)
+def test_addresses_that_others_cannot_use_are_refused(settings, words):
+    with pytest.raises((TypeError, ValueError), match=words):
+        lowcomm.sync.ElasticGroup(**settings)
+
+
+def test_sites_are_refused_where_workers_come_and_go(fleet):
+    def work(worker):
+        with pytest.raises(ValueError, match="^levels must be None with workers that"):
+            build(worker, "LocalSGD", levels=[((0, 1), 2)])
+
+    fleet.start("worker-0", work, start_with=1)
+    fleet.join()

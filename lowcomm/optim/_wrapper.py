@@ -535,6 +535,13 @@ class AbstractWrapper(Optimizer):
         self, state_dict: Mapping[str, Any], own: Any, *, strict: bool
     ) -> None:
         """Raises before anything has been changed."""
+        if self._group.is_elastic and self._engine.steps:
+            raise ValueError(
+                "state_dict must be loaded before the first step of a run whose "
+                f"workers come and go, got a run at step {self._engine.steps}. A "
+                "worker that comes has its state from the others: load only `if "
+                "opt.stats.steps == 0`."
+            )
         if own is None and strict:
             raise ValueError(
                 f"state_dict must have an entry {_OWN_KEY!r}, got "

@@ -145,6 +145,14 @@ class ElasticGroup(Group):
             raise ValueError(
                 f"on_peer_loss must be 'continue' or 'raise', got {on_peer_loss!r}."
             )
+        for what, value in (("lighthouse", lighthouse), ("name", name or "")):
+            if not isinstance(value, str):
+                raise TypeError(f"{what} must be a string, got {value!r}.")
+        if address in ("0.0.0.0", "::"):
+            raise ValueError(
+                f"address must be one that others can reach, got {address!r}. Leave it "
+                "out, or name that of an interface."
+            )
         lighthouse = lighthouse.removeprefix("http://")
         host, port = _split(lighthouse)
         self.timeout_s = timeout_s
@@ -292,6 +300,8 @@ class ElasticGroup(Group):
             if new is not None and self._build(new):
                 break
             self._failed += 1
+            ready = sorted(name for name, e in self._sheet.items() if e.ready)
+            _log.warning("%s still waits, ready are %s", self.name, ready)
         left = [rank for rank in before if rank not in self._members]
         if left and self._raises:
             raise PeerLost(
@@ -306,6 +316,13 @@ class ElasticGroup(Group):
                 f"lighthouse must answer, got nothing from {self._roll.address} on "
                 f"{self.name}. Start it with `python -m lowcomm lighthouse`, and see "
                 "that its port is open."
+            )
+        if self._roll.entry.generation == 0:
+            return SyncError(
+                f"start_with={self._roll.entry.start_with} workers must be there to "
+                f"begin, got {sorted(self._sheet)} for {self._max_failed_rounds} "
+                f"times {2 * self.timeout_s:g} s. Start the others, or raise "
+                "max_failed_rounds or timeout_s."
             )
         return SyncError(
             f"workers must have a round in {self._max_failed_rounds} attempts, got "
@@ -370,9 +387,11 @@ class ElasticGroup(Group):
         if time.monotonic() > self._sheet_at + self.timeout_s:
             return False  # as far as is known
         generation, epoch = latest(self._sheet)
-        if generation > 0:
-            self._saw_run = time.monotonic()
-        elif self._saw_run and time.monotonic() > self._saw_run + self.timeout_s:
+        if (
+            not generation
+            and self._saw_run
+            and time.monotonic() > self._saw_run + self.timeout_s
+        ):
             raise SyncError(
                 "the run must be under way when a worker is let in, got its end while "
                 f"{self.name} waited."
@@ -434,6 +453,8 @@ class ElasticGroup(Group):
             self._strangers = {
                 name: sheet[name] for name in sheet.keys() - self._sheet.keys()
             }
+            if latest(self._sheet)[0]:
+                self._saw_run = time.monotonic()
             self._decide(key)
             self._news.notify_all()
 
