@@ -1,5 +1,6 @@
 """Workers that come and go: what is kept, what is taken, and that nobody hangs."""
 
+import functools
 import gc
 import itertools
 import json
@@ -17,6 +18,7 @@ import torch
 import fleet as fleets
 import lowcomm
 from fleet import METHODS, build, one_step, training, until_awaited, wait_for
+from lowcomm.sync import mean
 from lowcomm.sync.elastic import ElasticGroup
 from lowcomm.sync.mean import Outcome, Wire
 from lowcomm.testing import free_port
@@ -130,6 +132,26 @@ def test_what_is_prepared_too_late_is_not_used():
     assert wire.seal() is outcome
 
 
+def test_a_result_is_used_when_all_others_have_said_that_they_hold_it():
+    awaited = []
+
+    def message(what):
+        def post(peer, tensor, tag):
+            wait = functools.partial(awaited.append, (what, peer))
+            return types.SimpleNamespace(peer=peer, wait=wait)
+
+        return post
+
+    device, sent, received = torch.device("cpu"), message("sent"), message("received")
+    group = types.SimpleNamespace(rank=1, device=device, send=sent, recv=received)
+    for handle in mean._confirm(Wire(group, (0, 1, 2), lane=0, exchange=5)):
+        handle.wait()
+    assert sorted(awaited) == [
+        *(("received", 0), ("received", 2)),
+        *(("sent", 0), ("sent", 2)),
+    ]
+
+
 @pytest.mark.parametrize("what", ["meet", "met"])
 def test_one_that_is_killed_while_they_are_settled_anew(fleet, what):
     for i in range(4):
@@ -173,6 +195,10 @@ def test_one_that_comes_begins_as_a_copy_and_is_equal_after_the_next_round(
         last = max(worker.landed, key=lambda key: key[1])
         assert last[2] == (0, 1, 2)
     assert rounds_of(fleet[2]) < rounds_of(fleet[0])
+    if method == "eager":  # a round was under way, to which it had nothing to give
+        with_it = sorted(key for key in fleet[0].landed if key[2] == (0, 1, 2))
+        took_part = [fleet[0].landed[key][0] for key in with_it if "last" not in key[0]]
+        assert took_part == [(0, 1)] + [(0, 1, 2)] * (len(took_part) - 1)
 
 
 @every_method
@@ -332,11 +358,10 @@ def test_the_mean_is_over_those_that_took_part(fleet, method):
 def test_one_that_was_away_takes_what_it_has_missed_and_keeps_its_progress(
     fleet, method
 ):
-    seen = {}
+    seen, rounds_at = {}, []
 
     def away(worker):
         """Sleeps until the others have had a round without it."""
-        engine = worker.opt._engine
 
         def note(*_):
             seen["before"] = progress_of(worker), inner_state_of(worker.opt)
@@ -347,7 +372,8 @@ def test_one_that_was_away_takes_what_it_has_missed_and_keeps_its_progress(
         hook.remove()
         seen["after"] = progress_of(worker), inner_state_of(worker.opt)
         seen["skipped"] = worker.opt.stats.skipped_rounds
-        assert engine.steps == 7
+        assert worker.steps == 7
+        worker.opt.register_round_hook(lambda stats: rounds_at.append(stats.steps))
 
     for i in range(3):
         at = {6: away} if i == 2 else {12: until_awaited}
@@ -364,6 +390,8 @@ def test_one_that_was_away_takes_what_it_has_missed_and_keeps_its_progress(
     if method in ("LocalSGD", "DESLOC"):
         assert not tensors_of(given.state)
     assert seen["skipped"] >= 1
+    if method in ("LocalSGD", "DiLoCo"):  # with the others: a whole round behind them
+        assert rounds_at[:2] == [11, 15]
     (progress, inner), (progress_after, inner_after) = seen["before"], seen["after"]
     assert same(inner, inner_after)
     if method == "eager":  # it is in the share of the round that the others are in
