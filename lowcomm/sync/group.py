@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import itertools
 import logging
 import operator
 import os
 import queue
-import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from lowcomm.sync import threads
 from lowcomm.sync.errors import PeerLost
 from lowcomm.sync.seam import Exchange, Group, Handle, Task, current_group, no_answer
 from lowcomm.sync.turns import alone
@@ -46,47 +46,12 @@ _NEVER = timedelta(days=3650)
 _AT_ONCE = timedelta(milliseconds=1)
 
 
-# Exchanges that have not ended, and who drives them. A thread that comes back from the
-# backend while the interpreter is being taken down ends the process by an abort, be it
-# only from freeing what it held: all of them end before.
+#: Exchanges that have not ended.
 _running: set[_ThreadTask] = set()
-_threads: weakref.WeakKeyDictionary[
-    threading.Thread, queue.SimpleQueue[_ThreadTask | None]
-] = weakref.WeakKeyDictionary()
-_LAST_WAIT_S = 4.0
 _LONGEST_S = threading.TIMEOUT_MAX
 
-
-@atexit.register
-def _end_threads() -> None:
-    deadline = time.monotonic() + _LAST_WAIT_S
-    for tasks in list(_threads.values()):
-        tasks.put(None)
-    for task in list(_running):
-        if task.abandoned:
-            task.cancel()
-    for thread in list(_threads):  # those that have not ended
-        thread.join(max(0.0, deadline - time.monotonic()))
-    for task in list(_running):
-        _log.error("the process ends with an exchange that others do not join")
-        task.cancel()
-    for thread in list(_threads):
-        thread.join(1.0)
-        if thread.is_alive():  # in a backend that knows no end of a wait
-            for stream in (sys.__stdout__, sys.__stderr__):
-                if stream is not None:
-                    stream.flush()
-            os._exit(1)
-
-
-def _forget() -> None:
-    """In a child made by a fork there are neither the threads nor the connections."""
-    _running.clear()
-    _threads.clear()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget)
+if hasattr(os, "register_at_fork"):  # a child has neither threads nor connections
+    os.register_at_fork(after_in_child=_running.clear)
 
 
 class TorchGroup(Group):
@@ -134,7 +99,7 @@ class TorchGroup(Group):
         self._is_gloo = self.matches_tags = is_gloo
         self.device = torch.device("cpu")
         self._unposted: list[tuple[_TorchHandle, Callable[..., Any], int, int]] = []
-        self._tasks: queue.SimpleQueue[_ThreadTask | None] = queue.SimpleQueue()
+        self._tasks: _Tasks = queue.SimpleQueue()
         self._has_thread = False
         self._pace = _Pace()
 
@@ -258,6 +223,10 @@ class _TorchHandle:
         _open.pop(id(self), None)
 
 
+#: Exchanges that a group's thread has yet to drive; None ends it.
+_Tasks: TypeAlias = "queue.SimpleQueue[_ThreadTask | None]"
+
+
 @dataclass
 class _Pace:
     """How far a group's threads have come."""
@@ -293,6 +262,9 @@ class _ThreadTask(Task):
                 self.abandoned = True
                 if self._started:  # else another one is being driven
                     _start_thread(self._tasks)
+
+    def belongs_to(self, tasks: _Tasks) -> bool:
+        return self._tasks is tasks
 
     def cancel(self) -> None:
         """Ends the wait for a message, and all connections of this process."""
@@ -337,13 +309,29 @@ class _ThreadTask(Task):
         return self.outcome
 
 
-def _start_thread(tasks: queue.SimpleQueue[_ThreadTask | None]) -> None:
-    thread = threading.Thread(target=_drive, args=(tasks,), name="lowcomm", daemon=True)
-    _threads[thread] = tasks
-    thread.start()
+def _start_thread(tasks: _Tasks) -> None:
+    ends = {"stop": partial(_stop, tasks), "force": partial(_force, tasks)}
+    threads.start(partial(_drive, tasks), "lowcomm", **ends)
 
 
-def _drive(tasks: queue.SimpleQueue[_ThreadTask | None]) -> None:
+def _stop(tasks: _Tasks) -> None:
+    tasks.put(None)
+    for task in _running_of(tasks):
+        if task.abandoned:
+            task.cancel()
+
+
+def _force(tasks: _Tasks) -> None:
+    for task in _running_of(tasks):
+        _log.error("the process ends with an exchange that others do not join")
+        task.cancel()
+
+
+def _running_of(tasks: _Tasks) -> list[_ThreadTask]:
+    return [task for task in list(_running) if task.belongs_to(tasks)]
+
+
+def _drive(tasks: _Tasks) -> None:
     # Knows the queue only, so that the group can be collected and end this thread.
     while (task := tasks.get()) is not None:
         if task.drive():

@@ -246,7 +246,7 @@ class Roll:
     def start(self) -> None:
         """Begins to speak and to hear."""
         for target in (self._beat, self._ask):
-            threads.start(target, "lowcomm roll", self.close)
+            threads.start(target, "lowcomm roll", stop=self.close)
 
     @property
     def is_sure(self) -> bool:
