@@ -658,19 +658,14 @@ class AbstractWrapper(Optimizer):
         try:
             if mean is not None:
                 layout.scatter_all_(mean)
-            else:
-                self._to_global_()
+            elif self._engine.started:
+                for stream in agreed:
+                    assert stream.agreed is not None
+                    stream.layout.scatter_all_(stream.agreed)
             yield
         finally:
             layout.scatter_all_(local)
             self._swapped = False
-
-    def _to_global_(self) -> None:
-        """Puts what workers have agreed on into the model, where the method has it."""
-        for stream in self._engine.streams:
-            if stream.holds_global and self._engine.started:
-                assert stream.agreed is not None
-                stream.layout.scatter_all_(stream.agreed)
 
     def _refuse_when_swapped(self, what: str) -> None:
         if self._swapped:

@@ -17,7 +17,7 @@ from torch import Tensor
 from lowcomm.sync.errors import PeerLost, PeerMismatch, SyncError
 from lowcomm.sync.fingerprint import fingerprint, number_of
 from lowcomm.sync.flat import Flats
-from lowcomm.sync.handover import describe, give, take
+from lowcomm.sync.handover import give, take
 from lowcomm.sync.mean import (
     Header,
     Job,
@@ -194,8 +194,7 @@ class Engine:
         """
         self._plan, self._first = plan, tensors
         if self.group.is_elastic:
-            self._reform()
-            self._with_workers(self._exchange_due)
+            self._with_workers(self._exchange_due, anew=True)
         else:
             self._begin()
 
@@ -204,22 +203,23 @@ class Engine:
         if self._first:
             self._talk.broadcast(self._first)
 
-    def _with_workers(self, work: Callable[[], None]) -> None:
+    def _with_workers(self, work: Callable[[], None], *, anew: bool = False) -> None:
         """Does what needs the others; where they come and go, with those that are left.
 
         Args:
             work: may be begun again at any time.
+            anew: whether they are settled anew before.
         """
         try:
-            self._try_with_workers(work)
+            self._try_with_workers(work, anew)
         except (SyncError, KeyboardInterrupt):
             self.group.close()  # the others need not wait to find out
             raise
 
-    def _try_with_workers(self, work: Callable[[], None]) -> None:
-        is_broken = self.group.calls
+    def _try_with_workers(self, work: Callable[[], None], anew: bool) -> None:
+        anew = anew or self.group.calls
         while True:
-            if is_broken:
+            if anew:
                 self._reform()
             try:
                 return work()
@@ -228,7 +228,7 @@ class Engine:
                     raise
                 # As text: who keeps a record would keep all that has failed with it.
                 _log.warning("settling anew: %s", str(error))
-                is_broken = True
+                anew = True
 
     def _reform(self) -> None:
         """Goes on with the workers that are there now."""
@@ -333,13 +333,13 @@ class Engine:
         else:
             state = {"clock": self._clock, "streams": self._agreed()}
         state["landed_in"] = [progress.landed_in for progress in self._progress]
-        try:
-            describe(state)
-        except TypeError as error:  # which is the taker's end, not this worker's
-            state = {"error": str(error)}
         wire = self._talk.wire(sorted((taker, self.group.rank)), _HANDOVER)
-        size, note = self._talk.bucket_bytes, self.group.note_progress
-        self._talk.wait(self._talk.run(give(wire, taker, state, size, note)))
+        how = self._talk.bucket_bytes, self.group.note_progress
+        try:
+            exchange = give(wire, taker, state, *how)
+        except TypeError as error:  # which is the taker's end, not this worker's
+            exchange = give(wire, taker, {"error": str(error)}, *how)
+        self._talk.wait(self._talk.run(exchange))
         self._talk.setup_bytes += wire.bytes_sent
 
     def _agreed(self) -> dict[str, Any]:
@@ -369,10 +369,8 @@ class Engine:
         for progress, landed_in in zip(self._progress, state["landed_in"], strict=True):
             progress.landed_in = landed_in
             clock = council.sent_again(progress.stream.name)
-            never = progress.stream.schedule.never
-            if (
-                clock is not None and not never
-            ):  # the others wait for this worker's share
+            # The others wait for this worker's share.
+            if clock is not None and not progress.stream.schedule.never:
                 progress.due, progress.began = clock, None
 
     def _follow(self, streams: Mapping[str, Any]) -> None:
@@ -382,7 +380,7 @@ class Engine:
                 missed = theirs["round"] - progress.round
                 self._stats.skipped_rounds += max(0, missed)
             progress.due, progress.began = theirs["due"], theirs["began"]
-            progress.round, progress.verified = theirs["round"], False
+            progress.round = theirs["round"]
             progress.stream.locate()
             progress.stream.follow_(theirs["tensors"])
 
@@ -409,7 +407,7 @@ class Engine:
             self._with_workers(self._exchange_due)
             self._report()
             if self.group.awaited and self._stats.rounds > rounds:
-                self._reform()
+                self._with_workers(lambda: None, anew=True)
 
     def _exchange_due(self) -> None:
         self._resend()
@@ -454,9 +452,8 @@ class Engine:
             shares, finite, norm = self._shares(stream)
         weight = 0.0
         # Who has just come has nothing to give, and would halve what others do.
-        if stream.counts(self.group.rank, members) and not self._has_just_come(
-            progress
-        ):
+        has_just_come = self._has_just_come(progress)
+        if stream.counts(self.group.rank, members) and not has_just_come:
             weight = self._weight(self._stats.steps - progress.launched_at)
         pending = self._new_pending(
             progress,
@@ -475,7 +472,7 @@ class Engine:
         progress.plan(clock)
         self._pending.append(pending)
         self._send(pending)
-        if self._has_just_come(progress):  # to a round that its donor has launched
+        if has_just_come:  # to a round that its donor has launched
             return
         replaced = stream.launched_(shares, len(members), finite=pending.finite)
         if replaced and not pending.finite:

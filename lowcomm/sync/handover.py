@@ -38,8 +38,21 @@ def give(
         state: tensors and plain types in dictionaries, lists and tuples.
         bucket_bytes: largest message.
         note: called when some of it has left.
+
+    Raises:
+        TypeError: at once, if there is anything else in the state.
     """
-    text, tensors = describe(state)
+    return _give(wire, peer, *describe(state), bucket_bytes, note)
+
+
+def _give(
+    wire: Wire,
+    peer: int,
+    text: bytes,
+    tensors: Sequence[Tensor],
+    bucket_bytes: int,
+    note: Callable[[], None],
+) -> Exchange:
     data = _as_bytes(tensors)
     # The taker's messages may have another size, be it by mistake: a backend that gets
     # a message of another length than it expects ends the process.
