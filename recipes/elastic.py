@@ -12,7 +12,6 @@ the data from all; the rate follows what has been read.
 
 import argparse
 import json
-import math
 import signal
 import sys
 from pathlib import Path
@@ -21,13 +20,11 @@ from typing import Any
 import torch
 from data import Batches, load_corpus, validation_windows
 from methods import build_optimizer
-from pretrain import build_model, loss_of
+from pretrain import build_model, cosine_at, loss_of, sum_losses
 from runs import Config, configure
 from torch import nn
 
 from lowcomm.sync import Change, ElasticGroup
-
-FINAL_LR = 0.1  # of the peak
 
 
 class Run:
@@ -96,7 +93,7 @@ class Run:
         if done < warmup:
             return (done + 0.1 * warmup) / (1.1 * warmup)
         left = (done - warmup) / (1 - warmup)
-        return FINAL_LR + (1 - FINAL_LR) * (1 + math.cos(math.pi * min(left, 1))) / 2
+        return cosine_at(min(left, 1))
 
     def changed(self, change: Change) -> None:
         """All go on from where the furthest was, so that nothing is read twice."""
@@ -111,19 +108,13 @@ class Run:
         """Asked before each step: the machine may be taken away."""
         return self.is_told
 
-    @torch.no_grad()
     def validate(self) -> float:
-        """Loss of this worker's parameters, over the same windows on all."""
+        """Loss of the global parameters at the end, over the same windows on all."""
         windows = validation_windows(
             self.corpus.validation, self.config.context, self.config.eval_windows
         )
-        self.model.eval()
-        total = sum(
-            float(loss_of(self.model, part, self.config)) * len(part)
-            for part in windows.split(self.config.batch_size)
-        )
-        self.model.train()
-        return total / len(windows)
+        total, number = sum_losses(self.model, self.optimizer, windows, self.config)
+        return (total / number).item()
 
 
 class Talking(Run):

@@ -102,7 +102,7 @@ def build_scheduler(config: Config, optimizer: torch.optim.Optimizer) -> LambdaL
 
     def cosine(step: int) -> float:
         done = (step - warmup_steps) / max(1, num_steps - warmup_steps)
-        return FINAL_LR + (1 - FINAL_LR) * (1 + math.cos(math.pi * done)) / 2
+        return cosine_at(done)
 
     def wsd(step: int) -> float:
         done = (step / num_steps - (1 - DECAY_SHARE)) / DECAY_SHARE
@@ -114,6 +114,11 @@ def build_scheduler(config: Config, optimizer: torch.optim.Optimizer) -> LambdaL
         return (step + 1) / warmup_steps if step < warmup_steps else after_warmup(step)
 
     return LambdaLR(optimizer, scale)
+
+
+def cosine_at(done: float) -> float:
+    """From 1 down to `FINAL_LR`, of the share of the way."""
+    return FINAL_LR + (1 - FINAL_LR) * (1 + math.cos(math.pi * done)) / 2
 
 
 # -------------------------------------------------------------------------------------
