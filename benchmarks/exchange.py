@@ -136,16 +136,16 @@ def time_launch(rank: int, repeats: int) -> dict[str, list[float]]:
     The thread's own: what others take from it depends on the number of cores.
     """
     opt = lowcomm.DiLoCo(Nothing(params_of(100, 250_000)), sync_every=2, overlap=1)
-    engine, packs = opt._engine, []
-    take_shares = engine._shares
+    rounds, packs = opt._engine._rounds, []
+    take_share = rounds.take_share
 
     def timed(stream: Any) -> Any:
         start = time.thread_time()
-        shares = take_shares(stream)
+        share = take_share(stream)
         packs.append(time.thread_time() - start)
-        return shares
+        return share
 
-    engine._shares = timed  # type: ignore[method-assign]
+    rounds.take_share = timed  # type: ignore[method-assign]
     launches, elapsed = [], []
     for _ in range(repeats + 1):
         opt.step()  # waits for what was launched

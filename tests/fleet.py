@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import lowcomm
-from lowcomm.sync import engine, mean, roll
+from lowcomm.sync import company, engine, mean, roll, rounds
 from lowcomm.sync.elastic import ElasticGroup
 from lowcomm.sync.roll import Entry
 from toy import snapshot, tensors_of, train
@@ -297,7 +297,7 @@ class Fleet:
         self._rounds = weakref.WeakKeyDictionary()  # by wire
         mean_, reduce = engine.mean_, mean._Pipeline._reduce
         prepare, confirm = mean.Wire.prepare, mean._confirm
-        give, take = engine.give, engine.take
+        give, take = company.give, company.take
 
         def noted_mean_(wire, job, header):
             self._rounds[wire] = header.round
@@ -348,59 +348,43 @@ class Fleet:
         patch.setattr(mean._Pipeline, "_reduce", noted_reduce)
         patch.setattr(mean.Wire, "prepare", noted_prepare)
         patch.setattr(mean, "_confirm", noted_confirm)
-        patch.setattr(engine, "give", noted_give)
-        patch.setattr(engine, "take", noted_take)
+        patch.setattr(company, "give", noted_give)
+        patch.setattr(company, "take", noted_take)
 
     def _patch_engine(self, patch):
-        launch, land = engine.Engine._launch, engine.Engine._land
-        served, meet = engine.Engine._land_served, engine.Engine._meet
+        launch, land = engine.Engine._launch, rounds.Rounds.land
+        meet = company.ComeAndGo._meet
 
-        def worker_of(engine_):
-            return next(
-                (w for w in self.workers.values() if w.group is engine_.group), None
-            )
+        def worker_in(group):
+            return next((w for w in self.workers.values() if w.group is group), None)
 
         def noted_launch(engine_, progress, *args):
-            worker_of(engine_).reached("launch", progress.round)
+            worker_in(engine_.group).reached("launch", progress.round)
             launch(engine_, progress, *args)
 
-        def noted_land(engine_, pending, outcome, *args, **kwargs):
-            round = note(engine_, pending, outcome)
-            land(engine_, pending, outcome, *args, **kwargs)
-            note_agreed(engine_, pending, round)
-
-        def noted_served(engine_, pending, outcome):
-            round = note(engine_, pending, outcome)
-            served(engine_, pending, outcome)
-            note_agreed(engine_, pending, round)
-
-        def note(engine_, pending, outcome):
-            stream, round = pending.progress.stream.name, pending.progress.round
+        def noted_land(rounds_, pending, outcome, *args, **kwargs):
+            worker = worker_in(rounds_._group)
+            stream, round = pending.progress.stream, pending.progress.round
             if outcome is not None:
-                landed = worker_of(engine_).landed
-                key = (stream, round, pending.wire.members)
-                assert key not in landed, f"{key} has landed before"
-                landed[key] = outcome.included, digest(pending.results.tensors)
-            return round
-
-        def note_agreed(engine_, pending, round):
-            stream = pending.progress.stream
+                key = (stream.name, round, pending.wire.members)
+                assert key not in worker.landed, f"{key} has landed before"
+                included, results = outcome.included, digest(pending.results.tensors)
+                worker.landed[key] = included, results
+            land(rounds_, pending, outcome, *args, **kwargs)
             if stream.agreed is not None:
-                agreed = worker_of(engine_).agreed
-                agreed[stream.name, round] = digest(tensors_of(stream.state()))
+                worker.agreed[stream.name, round] = digest(tensors_of(stream.state()))
 
-        def noted_meet(engine_):
-            worker = worker_of(engine_)
+        def noted_meet(company_):
+            worker = worker_in(company_._group)
             worker.reached("meet", len(worker.changes))
-            council = meet(engine_)
+            council = meet(company_)
             worker.councils.append(council)
             worker.reached("met", len(worker.changes))
             return council
 
         patch.setattr(engine.Engine, "_launch", noted_launch)
-        patch.setattr(engine.Engine, "_land", noted_land)
-        patch.setattr(engine.Engine, "_land_served", noted_served)
-        patch.setattr(engine.Engine, "_meet", noted_meet)
+        patch.setattr(rounds.Rounds, "land", noted_land)
+        patch.setattr(company.ComeAndGo, "_meet", noted_meet)
 
 
 def digest(tensors):

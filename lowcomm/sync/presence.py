@@ -26,6 +26,10 @@ class Presence:
 
     def __init__(self, talk: Talk) -> None:
         self._talk = talk
+        self.renew()
+
+    def renew(self) -> None:
+        """Begins anew, among workers that have been settled anew."""
         self._finished: set[int] = set()
         #: exchanges that were not waited for, and the worker that has not answered
         self._unanswered: list[tuple[int, Task]] = []
@@ -86,7 +90,7 @@ class Presence:
                     self._talk.end(error)
                     raise
                 self._talk.gone.add(peer)
-        self._talk.setup_bytes += wire.bytes_sent
+        self._talk.stats.setup_bytes += wire.bytes_sent
         self._keep(wire)
         for peer in wire.others:
             self._settle(peer)

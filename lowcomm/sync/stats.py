@@ -73,8 +73,8 @@ class Stats:
         """The counts as plain types."""
         return dataclasses.asdict(self)
 
-    @classmethod
-    def from_state_dict(cls, state: Mapping[str, Any]) -> Stats:
-        """The counts of `state_dict`."""
-        streams = {name: StreamStats(**s) for name, s in state["streams"].items()}
-        return cls(**{**state, "streams": streams})
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes the counts of `state_dict` in place of its own."""
+        for name, count in state.items():
+            setattr(self, name, count)
+        self.streams = {n: StreamStats(**s) for n, s in state["streams"].items()}

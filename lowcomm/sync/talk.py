@@ -14,6 +14,7 @@ from lowcomm.sync.fingerprint import number_of
 from lowcomm.sync.flat import Layout
 from lowcomm.sync.mean import Header, Wire, broadcast_, gather_bytes
 from lowcomm.sync.seam import Exchange, Group, Task
+from lowcomm.sync.stats import Stats
 
 
 class Talk:
@@ -23,16 +24,22 @@ class Talk:
         group: the workers.
         timeout_s: bound of every wait, in seconds.
         bucket_bytes: largest message.
+        stats: where what is sent by checks, broadcasts and the like is counted.
     """
 
-    def __init__(self, group: Group, timeout_s: float, bucket_bytes: int) -> None:
+    def __init__(
+        self,
+        group: Group,
+        timeout_s: float,
+        bucket_bytes: int,
+        stats: Stats | None = None,
+    ) -> None:
         self.group = group
         self.timeout_s = timeout_s
         self.bucket_bytes = bucket_bytes
         #: workers whose connection is lost for good, in rounds that do without
         self.gone: set[int] = set()
-        #: sent by checks, broadcasts and the like
-        self.setup_bytes = 0
+        self.stats = stats or Stats()
         self._error: SyncError | None = None
         self._lane: int | None = None  # taken when first used: a copy may never be
 
@@ -101,7 +108,7 @@ class Talk:
         header = Header.of_setup("broadcast")
         wire = self.wire(self.everyone(), header)
         exchange = broadcast_(wire, flats.tensors, self.bucket_bytes, header)
-        self.setup_bytes += self.wait(self.run(exchange))
+        self.stats.setup_bytes += self.wait(self.run(exchange))
         layout.scatter_all_(flats)
 
     def _gather(self, mine: bytes) -> dict[int, bytes]:
@@ -109,7 +116,7 @@ class Talk:
         wire = self.wire(self.everyone(), header)
         exchange = gather_bytes(wire, mine, header)
         replies: dict[int, bytes] = self.wait(self.run(exchange))
-        self.setup_bytes += wire.bytes_sent
+        self.stats.setup_bytes += wire.bytes_sent
         return replies
 
 
