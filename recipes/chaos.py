@@ -39,6 +39,8 @@ STALL_S = 90.0  # without any event the run counts as hung
 POLL_S = 0.02
 LARGEST_LOSS_GAP = 0.02
 SLACK_S = 3.0  # that a fault may cost beyond timeout_s
+# Read on while a fault is played and seen; pairs wait for fewer, so they read more.
+WINDOWS_A_FAULT = defaultdict(lambda: 2800, noloco=4400)
 
 KINDS = (
     "kill", "short stop", "join and leave", "slow", "kill in save", "long stop",
@@ -496,7 +498,7 @@ def main(options: Options) -> int:
     if reason:
         print(f"links are not cut: {reason}")
     kinds = [*(options.kinds or (*KINDS, *kinds))]
-    windows = options.windows or 2800 * (options.faults + 2)
+    windows = options.windows or WINDOWS_A_FAULT[options.method] * (options.faults + 2)
     print(f"{options.method}, seed {options.seed}: longest time without a round")
     report = {"disturbed": run(options, choose(options, kinds), windows)}
     if options.reference:
