@@ -231,6 +231,44 @@ def judge_headline(rows: Rows) -> str:
 # Claims on language models
 
 
+LENGTHS = (1, 2, 4)  # times the steps of other trials
+
+
+def lengths(store: Store, choice: Choice) -> Rows:
+    base = replace(choice.base(), lr=middle(choice.lrs), sync_every=10)
+    cases = [
+        (
+            f"{method}, {steps} steps",
+            replace(base, num_steps=steps, method=method, outer_lr=outer_lr),
+        )
+        for steps in (factor * base.num_steps for factor in LENGTHS)
+        for method, outer_lr in (
+            ("ddp", None),
+            ("local_adam", None),
+            ("desloc", None),
+            ("diloco", 0.7),
+        )
+    ]
+    return collect(store, cases, 1)
+
+
+def judge_lengths(rows: Rows) -> str:
+    by_run: dict[tuple[str, int], float] = {
+        (row.config.method, row.config.num_steps): row.loss for row in rows.values()
+    }
+    steps = sorted({num_steps for _, num_steps in by_run})
+    told = []
+    for method in dict.fromkeys(method for method, _ in by_run if method != "ddp"):
+        gaps = [
+            f"{by_run[method, n] / by_run['ddp', n] - 1:+.1%} at {n}"
+            for n in steps
+            if (method, n) in by_run and ("ddp", n) in by_run
+        ]
+        told.append(f"{method} {', '.join(gaps)}")
+    gaps_told = "; ".join(told) or "nothing yet"
+    return f"Against DDP of as many steps: {gaps_told}."
+
+
 def late_models(store: Store, choice: Choice) -> Rows:
     base = replace(choice.base(), lr=middle(choice.lrs), outer_lr=0.4)
     cases = [
@@ -457,6 +495,14 @@ GROUPS = {
         "2311.08105",
         judge_headline,
         rows=headline,
+    ),
+    "lengths": Group(
+        "Longer runs: the gap to data-parallel training closes",
+        "Workers that see the same gradient in other noise go apart less, the lower "
+        "the rate and the later the step: the gap is less in longer runs.",
+        "2311.08105",
+        judge_lengths,
+        rows=lengths,
     ),
     "J1": Group(
         "NoLoCo: workers are apart in proportion to the inner rate",

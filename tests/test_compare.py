@@ -236,6 +236,8 @@ def test_verdicts_say_what_the_numbers_say(recipe, rows):
     assert "diloco, H=60 +0.800 nats at 2% of the bytes, beyond the spread" in text
     text = groups.judge_against(rows, "diloco, H=60", ("diloco, H=60",))
     assert text.endswith("+0.000 nats at 100% of the bytes.")  # of one seed
+    text = groups.judge_lengths(rows)
+    assert text == ("Against DDP of as many steps: diloco +25.8% at 600.")
     for name, group in groups.GROUPS.items():
         if group.rows is not None:
             assert group.judge({}).endswith("."), name
