@@ -18,6 +18,7 @@ from dataclasses import replace
 from typing import Any, TextIO
 
 from lowcomm.plan import METHODS, Method, Plan, Row, plan
+from lowcomm.sync.schedule import check_positive
 
 #: Those that must be given, those that may be, and what they mean.
 _NEEDED: dict[str, tuple[Any, str]] = {
@@ -90,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if given["command"] == "lighthouse":
         try:
             return _lighthouse(given["bind"], given["heartbeat_s"])
-        except (ImportError, RuntimeError) as error:
+        except (ImportError, RuntimeError, ValueError) as error:
             light.error(str(error))
     settings = {k: v for k, v in given.items() if k in _NEEDED | _OPTIONAL}
     try:
@@ -113,6 +114,7 @@ def _lighthouse(bind: str, heartbeat_s: float) -> None:
             "torchft must be installed for a lighthouse. Run `pip install "
             "'lowcomm[elastic]'`."
         ) from None
+    check_positive("heartbeat_s", heartbeat_s)
     # Its own log says several lines of each sheet, of which there are some a second.
     with _silent() as out:
         server = LighthouseServer(

@@ -26,6 +26,7 @@ import torch.distributed as dist
 import fleet as fleets
 import lowcomm
 from fleet import build, one_step, training
+from lowcomm.__main__ import main
 from lowcomm.sync.errors import PeerLost
 from lowcomm.sync.group import TorchGroup
 from lowcomm.testing import free_port
@@ -193,11 +194,21 @@ def test_a_state_is_loaded_before_the_first_step_only(fleet):
         ({"lighthouse": None}, "lighthouse must be a string"),
         ({"lighthouse": "here:1", "name": 3}, "name must be a string"),
         ({"lighthouse": "here:1", "address": "0.0.0.0"}, "address must be one that"),
+        ({"lighthouse": "nowhere.invalid:1"}, "lighthouse must be at a host that this"),
+        ({"lighthouse": "127.0.0.1:1", "run": 3}, "run must be a string"),
+        ({"lighthouse": "127.0.0.1:1", "token": 3}, "token must be a string"),
+        ({"lighthouse": "127.0.0.1:1", "tell": 3}, "tell must be a function or None"),
     ],
 )
-def test_addresses_that_others_cannot_use_are_refused(settings, words):
+def test_addresses_and_words_that_others_cannot_use_are_refused(settings, words):
     with pytest.raises((TypeError, ValueError), match=words):
         lowcomm.sync.ElasticGroup(**settings)
+
+
+def test_a_lighthouse_that_takes_all_for_dead_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        main(["lighthouse", "--heartbeat-s", "0"])
+    assert "heartbeat_s must be positive, got heartbeat_s=0" in capsys.readouterr().err
 
 
 def test_sites_are_refused_where_workers_come_and_go(fleet):

@@ -145,9 +145,12 @@ class ElasticGroup(Group):
             raise ValueError(
                 f"on_peer_loss must be 'continue' or 'raise', got {on_peer_loss!r}."
             )
-        for what, value in (("lighthouse", lighthouse), ("name", name or "")):
+        words = {"lighthouse": lighthouse, "name": name or "", "run": run}
+        for what, value in (words | {"token": token or ""}).items():
             if not isinstance(value, str):
                 raise TypeError(f"{what} must be a string, got {value!r}.")
+        if tell is not None and not callable(tell):
+            raise TypeError(f"tell must be a function or None, got {tell!r}.")
         if address in ("0.0.0.0", "::"):
             raise ValueError(
                 f"address must be one that others can reach, got {address!r}. Leave it "

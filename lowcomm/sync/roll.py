@@ -367,5 +367,11 @@ def client_class() -> Any:
 def address_towards(host: str, port: int) -> str:
     """This machine's address on the way to another one."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, port))
+        try:
+            probe.connect((host, port))
+        except socket.gaierror as error:
+            raise ValueError(
+                f"lighthouse must be at a host that this machine knows, got {host!r} "
+                f"({error.strerror}). Give its IPv4 address."
+            ) from None
         return str(probe.getsockname()[0])
