@@ -136,7 +136,10 @@ class Talking(Run):
 
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="%(prog)s --lighthouse HOST:PORT [options] RUN [options of the run]",
+        epilog="Runs and their options: those of pretrain.py, see its --help.",
     )
     parser.add_argument("--lighthouse", required=True, help="its address, host:port")
     parser.add_argument("--start-with", type=int, default=1, help="so many begin (1)")
