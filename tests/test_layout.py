@@ -20,7 +20,7 @@ ROOT = Path(__file__).parent.parent
 DISTRIBUTED = {
     "lowcomm.sync.group": "torch.distributed",
     "lowcomm.sync.elastic": "torch.distributed",
-    "lowcomm.sync.flat": "torch.distributed.tensor",
+    "lowcomm.sync.shard": "torch.distributed",
     "lowcomm.checkpoint": "torch.distributed.checkpoint",
     "lowcomm.testing": "torch.distributed",
 }
@@ -189,7 +189,7 @@ HOUSE = {
     "lowcomm/sync/__init__.py": "from .group import Group\n__all__ = ['Group']",
     "lowcomm/sync/engine.py": "from lowcomm.sync.group import Group\nGroup.sent",
     "lowcomm/sync/group.py": "import torch.distributed as dist\ndist.isend",
-    "lowcomm/sync/flat.py": "from torch.distributed.tensor import DTensor",
+    "lowcomm/sync/shard.py": "from torch.distributed.tensor import DTensor",
     "lowcomm/checkpoint.py": "import torch\ntorch.distributed.checkpoint.save(1)",
     "lowcomm/optim/__init__.py": "",
     "lowcomm/optim/_wrapper.py": "from ..sync import engine\nimport numpy, math",

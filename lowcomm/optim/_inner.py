@@ -11,6 +11,8 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lowcomm.sync.shard import Sharding
+
 
 class JoinedState(MutableMapping[Tensor, Any]):
     """The states of several optimizers, each parameter's in its own optimizer."""
@@ -105,13 +107,25 @@ def unscale_(inner: Optimizer, scale: Tensor) -> None:
                 param.grad.mul_(inverse.to(param.grad.device))
 
 
+def like_parameter(name: str, value: Tensor, param: Tensor) -> Tensor:
+    """A state tensor sharded as its parameter is, if it has its shape."""
+    sharding = Sharding.of(param)
+    if sharding is None or tuple(value.shape) != sharding.shape:
+        return value
+    return sharding.join(sharding.cut(name, value))
+
+
 def load_inner_(
     inner: Optimizer, state: dict[Any, Any], param_groups: list[dict[str, Any]]
 ) -> None:
     """Loads copies, and keeps dtypes: torch casts state to that of the parameter."""
     saved = copy.deepcopy(state)
-    inner.load_state_dict({"state": saved, "param_groups": param_groups})
     params = [param for group in inner.param_groups for param in group["params"]]
+    for index, values in saved.items():
+        for key, value in values.items() if isinstance(values, dict) else ():
+            if isinstance(value, Tensor):
+                values[key] = like_parameter(key, value, params[index])
+    inner.load_state_dict({"state": saved, "param_groups": param_groups})
     for index, values in saved.items():
         for key, value in values.items() if isinstance(values, dict) else ():
             loaded = inner.state[params[index]][key]

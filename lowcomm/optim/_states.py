@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lowcomm.sync.shard import local_of
+
 #: Where a parameter group says by how much a state decays in a step.
 _DECAYS: dict[str, tuple[tuple[str, int | None], ...]] = {
     "exp_avg": (("betas", 0),),
@@ -113,7 +115,8 @@ class States:
             for state in inner.state.values():
                 for value in state.values() if isinstance(state, dict) else ():
                     if isinstance(value, Tensor) and value.is_floating_point():
-                        torch.nan_to_num_(value, nan=0.0, posinf=0.0, neginf=0.0)
+                        part = local_of(value)
+                        torch.nan_to_num_(part, nan=0.0, posinf=0.0, neginf=0.0)
 
     def _owners(self) -> dict[int, tuple[Optimizer, dict[str, Any]]]:
         return {

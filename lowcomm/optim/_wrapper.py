@@ -25,7 +25,7 @@ from lowcomm.optim._streams import (
 from lowcomm.sync.codec import Codec, make_codec
 from lowcomm.sync.engine import Engine
 from lowcomm.sync.flat import Layout, check_device
-from lowcomm.sync.group import resolve_group
+from lowcomm.sync.group import check_sharded, resolve_group
 from lowcomm.sync.mean import Robust
 from lowcomm.sync.schedule import (
     Periodic,
@@ -35,6 +35,7 @@ from lowcomm.sync.schedule import (
     check_positive,
 )
 from lowcomm.sync.seam import Group
+from lowcomm.sync.shard import Sharding, local_of
 from lowcomm.sync.stats import Stats
 from lowcomm.sync.stream import Stream
 
@@ -178,6 +179,7 @@ class AbstractWrapper(Optimizer):
                 "params must contain a parameter that requires grad, got "
                 f"{len(self._named())} that do not."
             )
+        self._check_sharded(self._named())
         streams = self._streams(self._params, self._states)
         for stream in streams:
             check_overlap(self._overlap, stream.schedule.shortest)
@@ -215,6 +217,16 @@ class AbstractWrapper(Optimizer):
             give=self._give,
             take=self._take,
         )
+
+    def _check_sharded(self, params: Mapping[str, Tensor]) -> None:
+        for name, param in params.items():
+            if getattr(param, "_fsdp_flattened", False):
+                raise ValueError(
+                    "params must be whole, or sharded by FSDP2, got "
+                    f"{name!r} of a FullyShardedDataParallel (FSDP1). Shard the model "
+                    "with torch.distributed.fsdp.fully_shard."
+                )
+        check_sharded(self._group, params.values())
 
     def _buffer_streams(self, like: Stream) -> list[Stream]:
         # A mask of infinities is no statistic, and would keep all others out.
@@ -320,6 +332,7 @@ class AbstractWrapper(Optimizer):
             f"{name} {tuple(t.shape)} {t.dtype}".replace("torch.", "")
             + ("" if t.is_contiguous() else f" stride {t.stride()}")
             + (" trainable" if t.requires_grad else "")
+            + (f" {sharding.spell()}" if (sharding := Sharding.of(t)) else "")
             for name, t in tensors.items()
         ]
         settings = self._settings() | {
@@ -439,7 +452,9 @@ class AbstractWrapper(Optimizer):
             return False
         params = [p for g in self.param_groups for p in g["params"]]
         grads = [p.grad for p in params if p.requires_grad]
-        return not any(grad is None or bool(grad.any()) for grad in grads)
+        moves = any(grad is None or bool(local_of(grad).any()) for grad in grads)
+        # Gradients may be zero in one shard alone.
+        return self._evaluation.layout.judge(not moves).finite
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if isinstance(self.inner, tuple):

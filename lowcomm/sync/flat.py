@@ -3,7 +3,7 @@
 A `Layout` places named tensors one after another in flat buffers, one buffer per
 dtype and device, and cuts the buffers into chunks. Whatever is computed on a round
 is computed chunk by chunk: read once, written once, and no tensor is too large, too
-small or too oddly shaped to be in one.
+small or too oddly shaped to be in one. Of a sharded tensor, this rank's part is.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ import contextlib
 import functools
 import math
 import mmap
-from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from lowcomm.sync.fingerprint import number_of
+from lowcomm.sync.shard import Sharding, Shards, is_sharded, local_of
 
 #: Values in a chunk: what stays in a core's cache from one operation to the next, and
 #: on an accelerator what makes a launch worth its time. Multiples of every vector
@@ -55,6 +56,18 @@ class Spec(NamedTuple):
     @classmethod
     def of(cls, tensor: Tensor) -> Spec:
         return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
+
+
+class Verdict(NamedTuple):
+    """What the ranks of a worker have found of its share.
+
+    Args:
+        finite: whether all of it is.
+        norm: its Euclidean length, if that was asked for; else 0.
+    """
+
+    finite: bool
+    norm: float
 
 
 def runs_of(tensor: Tensor) -> list[Tensor]:
@@ -185,6 +198,10 @@ class _Scratch(Flats):
         return self.tensors[chunk.flat][: chunk.stop - chunk.start]
 
 
+#: A buffer's dtype and device, and on how many ranks of a worker its values lie.
+_Key: TypeAlias = tuple[torch.dtype, torch.device, int]
+
+
 class Layout:
     """Where each tensor lies in the flat buffers.
 
@@ -195,18 +212,22 @@ class Layout:
 
     def __init__(self, tensors: Mapping[str, Tensor], *, widen: bool = True) -> None:
         self._widen = widen
-        self.specs = {name: Spec.of(tensor) for name, tensor in tensors.items()}
-        self._sources = list(tensors.values())
+        self._take_sources(tensors)
+        self._shardings = {name: Sharding.of(t) for name, t in tensors.items()}
+        self._shards = Shards(s for s in self._shardings.values() if s is not None)
+        parts = dict(zip(tensors, self._parts(), strict=True))
+        self.specs = {name: Spec.of(part) for name, part in parts.items()}
         self._pointers: list[int] = []
         self._places: dict[str, list[tuple[int, int, int]]] = {}
         #: the tensor that each run belongs to
         self.run_names: list[str] = []
 
-        sizes: dict[tuple[torch.dtype, torch.device], int] = {}
-        members: dict[tuple[torch.dtype, torch.device], list[tuple[int, int]]] = {}
-        for name, tensor in zip(self.specs, self._sources, strict=True):
-            key = (self._dtype(tensor.dtype), tensor.device)
-            for run in runs_of(tensor.detach()):
+        sizes: dict[_Key, int] = {}
+        members: dict[_Key, list[tuple[int, int]]] = {}
+        for name, part in parts.items():
+            copies = self._shards.copies_of(self._shardings[name])
+            key = (self._dtype(part.dtype), part.device, copies)
+            for run in runs_of(part.detach()):
                 start = sizes.get(key, 0)
                 members.setdefault(key, []).append((len(self.run_names), len(run)))
                 sizes[key] = start + len(run)
@@ -232,15 +253,46 @@ class Layout:
             pieces = flats.pieces(chunk, self._sizes[chunk.number])
             torch._foreach_copy_(views, list(pieces))
 
+    def _take_sources(self, tensors: Mapping[str, Tensor]) -> None:
+        self._sources = list(tensors.values())
+        self._is_sharded = any(is_sharded(tensor) for tensor in self._sources)
+
+    def _parts(self) -> list[Tensor]:
+        """The tensors as far as they are on this rank."""
+        if not self._is_sharded:
+            return self._sources
+        return [local_of(tensor) for tensor in self._sources]
+
     @functools.cached_property
     def fingerprint(self) -> int:
         """A number for the tensors, their kinds and their order."""
-        return number_of(repr(self.specs))
+        # Without the device's number: two workers may share a machine.
+        lines = [(n, *s[:3], s.device.type) for n, s in self.specs.items()]
+        cuts = [s and s.spell() for s in self._shardings.values()]
+        return number_of(f"{lines} {cuts}")
 
     @property
     def num_bytes(self) -> int:
-        """Size of the flat buffers in all."""
-        return sum(size * dtype.itemsize for size, dtype, _ in self._shapes)
+        """Size of the tensors, of sharded ones in all, in the buffers' dtypes."""
+        total = 0
+        for name, spec in self.specs.items():
+            sharding = self._shardings[name]
+            shape = spec.shape if sharding is None else sharding.shape
+            total += math.prod(shape) * self._like_dtype(spec.dtype).itemsize
+        return total
+
+    def judge(
+        self, finite: bool, squares: Iterable[tuple[Chunk, float]] = ()
+    ) -> Verdict:
+        """What all ranks of a worker find of its share. All of them must call it.
+
+        Args:
+            finite: whether this rank's part is.
+            squares: the part's sums of squares, by chunk, if its length is wanted.
+        """
+        square = sum(value / self._shapes[chunk.flat][3] for chunk, value in squares)
+        num_bad, square = self._shards.add_up([float(not finite), square])
+        return Verdict(not num_bad, math.sqrt(square))
 
     def device_of(self, chunk: Chunk) -> torch.device:
         """Where the chunk's tensors live."""
@@ -258,7 +310,7 @@ class Layout:
     def empty(self, device: torch.device | None = None) -> Flats:
         """Flat buffers of anything, on another device than their tensors' if given."""
         return Flats(
-            [_empty(n, dtype, device or own) for n, dtype, own in self._shapes]
+            [_empty(n, dtype, device or own) for n, dtype, own, _ in self._shapes]
         )
 
     @torch.inference_mode(False)  # other threads write to it
@@ -267,7 +319,7 @@ class Layout:
         return _Scratch(
             [
                 torch.empty(min(n, chunk_values(dev)), dtype=dtype, device=dev)
-                for n, dtype, dev in self._shapes
+                for n, dtype, dev, _ in self._shapes
             ]
         )
 
@@ -278,7 +330,7 @@ class Layout:
 
     def bind(self, tensors: Mapping[str, Tensor]) -> None:
         """Takes other tensors of the same kind for the same places."""
-        self._sources = [tensors[name] for name in self.specs]
+        self._take_sources({name: tensors[name] for name in self.specs})
 
     def refresh(self) -> None:
         """Follows tensors whose memory was replaced since the last call.
@@ -286,17 +338,17 @@ class Layout:
         Raises:
             ValueError: if a tensor is no longer of the kind that was laid out.
         """
-        pointers = [tensor.data_ptr() for tensor in self._sources]
+        parts = self._parts()
+        pointers = [part.data_ptr() for part in parts]
         if pointers == self._pointers and self._views:
             return
-        sources = self._sources
-        for (name, spec), tensor in zip(self.specs.items(), sources, strict=True):
+        for (name, spec), tensor in zip(self.specs.items(), parts, strict=True):
             if (now := Spec.of(tensor)) != spec:
                 raise ValueError(
                     f"{name!r} must stay what it was when the optimizer was built, "
                     f"got {now} instead of {spec}. Build the optimizer again."
                 )
-        runs = [run for tensor in self._sources for run in runs_of(tensor.detach())]
+        runs = [run for part in parts for run in runs_of(part.detach())]
         self._views = [
             [runs[run][start:stop] for run, start, stop in chunk.pieces]
             for chunk in self.chunks
@@ -339,7 +391,10 @@ class Layout:
             torch._foreach_copy_(views, torch.split_with_sizes(values, sizes))
 
     def is_finite(self) -> bool:
-        """Whether the tensors hold no inf and no NaN."""
+        """Whether the tensors hold no inf and no NaN, on all ranks of the worker."""
+        return self.judge(self._is_finite()).finite
+
+    def _is_finite(self) -> bool:
         scratch, sums = self.scratch(), []
         for chunk in self.chunks:
             views = self._views[chunk.number]
@@ -370,27 +425,37 @@ class Layout:
             self.scatter_(chunk, flats[chunk])
 
     def read(self, flats: Flats) -> dict[str, Tensor]:
-        """Copies of the buffers' values by name, each shaped like its tensor."""
+        """Copies of the buffers' values by name, shaped and sharded as the tensors."""
         result = {}
         for name, spec in self.specs.items():
             tensor = self._like(spec)
             places = self._places.get(name, [])
             for run, (flat, start, stop) in zip(runs_of(tensor), places, strict=True):
                 run.copy_(flats.tensors[flat][start:stop])
-            result[name] = tensor
+            sharding = self._shardings[name]
+            result[name] = tensor if sharding is None else sharding.join(tensor)
         return result
 
     def write_(self, flats: Flats, tensors: Mapping[str, Tensor]) -> None:
-        """Copies tensors into their places in the buffers, which are updated."""
+        """Copies tensors into their places in the buffers, which are updated.
+
+        Args:
+            flats: the buffers.
+            tensors: by name; for a sharded one the whole, or one that lies alike.
+        """
         for name, spec in self.specs.items():
             if name not in tensors:
                 continue
-            if tuple(tensors[name].shape) != spec.shape:
+            sharding, given = self._shardings[name], tensors[name]
+            shape = spec.shape if sharding is None else sharding.shape
+            if tuple(given.shape) != shape:
                 raise ValueError(
                     f"{name!r} must have the shape that it has in the model, got "
-                    f"{tuple(tensors[name].shape)} with {spec.shape}."
+                    f"{tuple(given.shape)} with {shape}."
                 )
-            tensor = self._like(spec).copy_(tensors[name])
+            if sharding is not None:
+                given = sharding.cut(name, given)
+            tensor = self._like(spec).copy_(given)
             places = self._places.get(name, [])
             for run, (flat, start, stop) in zip(runs_of(tensor), places, strict=True):
                 flats.tensors[flat][start:stop].copy_(run)
@@ -400,13 +465,16 @@ class Layout:
 
     def _like(self, spec: Spec) -> Tensor:
         """An empty tensor of the spec's shape and strides, in the buffers' dtype."""
-        dtype = self._dtype(spec.dtype)
         return torch.empty_strided(
             spec.shape,
             spec.stride,
-            dtype=dtype.to_complex() if spec.dtype.is_complex else dtype,
+            dtype=self._like_dtype(spec.dtype),
             device=spec.device,
         )
+
+    def _like_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        wide = self._dtype(dtype)
+        return wide.to_complex() if dtype.is_complex else wide
 
 
 def _empty(num_values: int, dtype: torch.dtype, device: torch.device) -> Tensor:

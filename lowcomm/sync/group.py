@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lowcomm.sync import threads
 from lowcomm.sync.errors import PeerLost
 from lowcomm.sync.seam import Exchange, Group, Handle, Task, current_group, no_answer
+from lowcomm.sync.shard import ranks_of_worker
 from lowcomm.sync.turns import alone
 
 _log = logging.getLogger(__name__)
@@ -376,6 +377,34 @@ def resolve_group(group: Any) -> Group:
         "group must be a ProcessGroup, a one-dimensional DeviceMesh, a "
         f"lowcomm.sync.Group or None, got {group!r}."
     )
+
+
+def check_sharded(group: Group, tensors: Iterable[Tensor]) -> None:
+    """Raises if the workers of a group cannot be sharded as these tensors are.
+
+    Args:
+        group: the workers.
+        tensors: of this one.
+
+    Raises:
+        ValueError: if workers come and go, or several ranks of one are in the group.
+    """
+    worker = ranks_of_worker(tensors)
+    if worker and group.is_elastic:
+        raise ValueError(
+            "group must be of fixed workers where parameters are sharded, got an "
+            "ElasticGroup: the shards of a worker would settle by themselves, and not "
+            "alike. Take a dimension of the mesh, as in group=mesh['replicate']."
+        )
+    if isinstance(group, TorchGroup):
+        ranks = dist.get_process_group_ranks(group._group)
+        if len(both := worker.intersection(ranks)) > 1:
+            raise ValueError(
+                "group must have one rank of each worker, got one with the global "
+                f"ranks {sorted(both)}, on which one worker's parameters are sharded "
+                "or copied. Take the dimension of the mesh that FSDP does not have, as "
+                "in group=mesh['replicate']."
+            )
 
 
 def ranks_of(site: Any, group: Group) -> tuple[int, ...]:

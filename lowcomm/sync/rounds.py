@@ -199,13 +199,14 @@ class Rounds:
             if out.is_floating_point():
                 sums.append(out.sum())
             if stream.robust.clip is not None:
-                squares.append(out.dot(out))
-        norm = math.sqrt(sum(map(float, squares)))
+                squares.append((chunk, out.dot(out)))
         # A sum hides no inf and no NaN; over finite values it may overflow.
-        if all(math.isfinite(total) for total in map(float, sums)):
-            return Share(flats, True, norm)
-        finite = all(bool(flat.isfinite().all()) for flat in flats.tensors)
-        return Share(flats, finite, norm)
+        finite = all(math.isfinite(total) for total in map(float, sums)) or all(
+            bool(flat.isfinite().all()) for flat in flats.tensors
+        )
+        # The part of a worker that is on another rank may be what is not finite.
+        verdict = stream.layout.judge(finite, [(c, float(s)) for c, s in squares])
+        return Share(flats, *verdict)
 
     def new_pending(
         self, progress: Progress, *, in_place: bool = False, **launch: Any
