@@ -245,6 +245,7 @@ def adapt_(state: Any, num_workers: int, *, is_new: bool) -> None:
         config = outside.get("config")
         if isinstance(config, dict) and "workers" in config:
             config["workers"] = num_workers
+            outside["num_shares"] = 0
 
 
 def digest_of(state: Any) -> str:

@@ -99,6 +99,12 @@ class States:
             result[name] = inner.state[param][state_name]
         return result
 
+    def fresh(self, param: Tensor) -> dict[str, Any]:
+        """The state that a parameter has before its first step, as zeros."""
+        inner, group = self._owners()[id(param)]
+        example = _example(inner, group, param)
+        return {key: _like_new(value, param, None) for key, value in example.items()}
+
     def decays(
         self, state_name: str, params: Mapping[str, Tensor]
     ) -> dict[str, float | None]:

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lowcomm.optim._inner import JoinedState, build_inner, load_inner_, unscale_
+from lowcomm.optim._portable import Portable
 from lowcomm.optim._states import States
 from lowcomm.optim._streams import (
     Accompanying,
@@ -308,7 +309,7 @@ class AbstractWrapper(Optimizer):
         """The whole state, for a worker that comes: it begins as a copy of this one."""
         optimizer = self.state_dict()
         sync = _without_debts(optimizer[_OWN_KEY]["sync"])
-        optimizer[_OWN_KEY] = optimizer[_OWN_KEY] | {"sync": sync}
+        optimizer[_OWN_KEY] |= {"sync": sync, "num_shares": 0}
         return {"optimizer": optimizer, "tensors": {**self._named(), **self._buffers}}
 
     def _take(self, state: Mapping[str, Any]) -> None:
@@ -505,7 +506,10 @@ class AbstractWrapper(Optimizer):
         merged[_OWN_KEY] = {
             "config": self._settings(),
             "adjusted": {name: getattr(self, name) for name in self._adjustable},
-            "sync": self._engine.state_dict(),
+            "sync": (sync := self._engine.state_dict()),
+            # By which a loader sees that something was lost on the way.
+            "num_states": _num_states(merged),
+            "num_shares": len(sync["pending"]),
         }
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             result = post_hook(self, merged)
@@ -546,6 +550,24 @@ class AbstractWrapper(Optimizer):
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
+    def portable(self) -> Portable:
+        """This optimizer for `torch.distributed.checkpoint`, also onto another mesh.
+
+        With a key of its own for each worker: torch saves what has the same key once.
+        All that the next step depends on is saved; a fresh optimizer need take no step
+        before it loads.
+
+        Example::
+
+            worker = mesh["replicate"].get_local_rank()
+            parts = {f"model {worker}": model, f"opt {worker}": opt.portable()}
+            torch.distributed.checkpoint.save(parts, checkpoint_id=path)
+
+        With another number of workers, shares under way are dropped; whose rank is new
+        takes another's state, without what its codec owes.
+        """
+        return Portable(self)
+
     def _check_loadable(
         self, state_dict: Mapping[str, Any], own: Any, *, strict: bool
     ) -> None:
@@ -563,6 +585,8 @@ class AbstractWrapper(Optimizer):
                 f"{sorted(state_dict)}. Load a checkpoint of the bare inner optimizer "
                 "with `.inner.load_state_dict`."
             )
+        if own is not None:
+            _check_complete(state_dict, own, strict=strict)
         mine, saved = self._settings(), own["config"] if strict else {}
         for key in mine | saved if strict else ():
             if mine.get(key) != saved.get(key):
@@ -711,6 +735,33 @@ class OuterRateWrapper(AbstractWrapper):
 
     def _check_outer_lr(self, outer_lr: float) -> None:
         """Raises if the method cannot take this rate."""
+
+
+def _num_states(state_dict: Mapping[str, Any]) -> int:
+    """How many states of single parameters there are."""
+    states = state_dict["state"].values()
+    return sum(len(state) for state in states if isinstance(state, dict))
+
+
+def _check_complete(
+    state_dict: Mapping[str, Any], own: Mapping[str, Any], *, strict: bool
+) -> None:
+    """Raises if what was saved is not there."""
+    lost = [
+        (what, now, saved)
+        for what, now, saved in (
+            ("inner states", _num_states(state_dict), own["num_states"]),
+            ("shares under way", len(own["sync"]["pending"]), own["num_shares"]),
+        )
+        if now < saved and (strict or what == "inner states")
+    ]
+    for what, now, saved in lost:
+        raise ValueError(
+            f"state_dict must hold all {what} that were saved, got {now} of {saved}. "
+            "torch.distributed.checkpoint loads nothing for which there is no place: "
+            "give it `optimizer.portable()` in place of the optimizer, to save and to "
+            "load."
+        )
 
 
 def _without_debts(sync: Mapping[str, Any]) -> dict[str, Any]:

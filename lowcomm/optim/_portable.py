@@ -1,0 +1,111 @@
+"""A wrapper's state in a form that never changes, for torch.distributed.checkpoint."""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from lowcomm.sync.stream import Stream
+
+if TYPE_CHECKING:
+    from lowcomm.optim._wrapper import AbstractWrapper
+
+_log = logging.getLogger(__name__)
+
+#: No warm-up is as long.
+_LATE = 1 << 62
+
+
+class Portable:
+    """A wrapper as `torch.distributed.checkpoint` saves and loads it.
+
+    When that loads, it fills the tensors that are there and adds none: of an optimizer
+    that has taken no step, and has no moments, it would load none. So here all of them
+    are there at any time, and room for each share that may be under way.
+
+    Args:
+        optimizer: the wrapper.
+    """
+
+    def __init__(self, optimizer: AbstractWrapper) -> None:
+        self._optimizer = optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        """The wrapper's, with everything that it may ever have; zeros where it has not.
+
+        Keys are strings: torch loads what is no tensor under no others.
+        """
+        optimizer = self._optimizer
+        state = optimizer.state_dict()
+        have, index = state["state"], 0
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                if param.requires_grad and index not in have:
+                    have[index] = optimizer._states.fresh(param)
+                index += 1
+        state["state"] = {str(index): have[index] for index in sorted(have)}
+        own = state["lowcomm"]
+        under_way = {pending["stream"]: pending for pending in own["sync"]["pending"]}
+        own["sync"]["pending"] = {
+            stream.name: _slot(stream, under_way.get(stream.name))
+            for stream in optimizer._engine.streams
+            if not stream.schedule.never and stream.schedule.overlap_at(_LATE)
+        }
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes it back; with another number of workers, without shares under way."""
+        own = state_dict["lowcomm"]
+        slots = own["sync"]["pending"]
+        pending = [
+            {"stream": name, "share": slot["share"], **json.loads(slot["facts"])}
+            for name, slot in slots.items()
+            if slot["facts"]
+        ]
+        pending.sort(key=lambda launch: launch["clock"])
+        streams = own["sync"]["streams"]
+        mine, saved = self._optimizer._settings()["workers"], own["config"]["workers"]
+        if mine != saved:
+            if pending:
+                names = ", ".join(repr(launch["stream"]) for launch in pending)
+                _log.warning(
+                    "a state of %d workers is loaded by %d, without the shares under "
+                    "way of %s",
+                    saved,
+                    mine,
+                    names,
+                )
+            pending = []
+            # Of a new worker, another owes that.
+            if saved is not None and self._optimizer._group.rank >= saved:
+                streams = {name: _without_residual(s) for name, s in streams.items()}
+        self._optimizer.load_state_dict(
+            {
+                **state_dict,
+                "state": {int(index): s for index, s in state_dict["state"].items()},
+                "lowcomm": {
+                    **own,
+                    "config": {**own["config"], "workers": mine},
+                    "num_shares": len(pending),
+                    "sync": {**own["sync"], "streams": streams, "pending": pending},
+                },
+            }
+        )
+
+
+def _slot(stream: Stream, pending: dict[str, Any] | None) -> dict[str, Any]:
+    """A share under way, or room for one."""
+    if pending is None:
+        zeros: dict[str, Tensor] = stream.layout.read(stream.layout.new())
+        return {"facts": "", "share": zeros}
+    facts = {k: v for k, v in pending.items() if k not in ("stream", "share")}
+    # As one text: torch would make a key of each fact, which are not always there.
+    return {"facts": json.dumps(facts), "share": pending["share"]}
+
+
+def _without_residual(stream: dict[str, Any]) -> dict[str, Any]:
+    tensors = {k: v for k, v in stream["tensors"].items() if k != "residual"}
+    return {**stream, "tensors": tensors}
