@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from lowcomm.sync.shard import is_sharded, local_of, pack
+
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _ALSO_LOADED = (torch.dtype, torch.device, torch.layout, torch.Size)
 
@@ -42,7 +44,8 @@ class Snapshot:
     """States as they are now, in host memory that nobody else writes to.
 
     Args:
-        states: tensors and plain types in dictionaries, lists and tuples.
+        states: tensors and plain types in dictionaries, lists and tuples. Of a sharded
+            tensor this rank's part is copied, in a dictionary that says where it was.
         memory: of the snapshot before, which is written over where shapes agree.
         with_agreed: whether what all workers agree on is wanted too.
 
@@ -132,13 +135,14 @@ class Snapshot:
         self._is_given = was_given
         return copy
 
-    def _tensor(self, tensor: Tensor) -> Tensor:
+    def _tensor(self, tensor: Tensor) -> Any:
+        if is_sharded(tensor):
+            return pack(tensor, self._tensor(local_of(tensor)))
         if type(tensor) not in (Tensor, nn.Parameter) or tensor.is_meta:
             kind = "meta tensor" if tensor.is_meta else type(tensor).__qualname__
             raise TypeError(
-                f"tensors must be plain and in memory, got a {kind} at "
-                f"{self._spell_place()}. Convert it in the part's state_dict; shards "
-                "are for torch.distributed.checkpoint."
+                f"tensors must be plain or sharded, and in memory, got a {kind} at "
+                f"{self._spell_place()}. Convert it in the part's state_dict."
             )
         if tensor.layout is not torch.strided or tensor.is_quantized:
             return tensor.detach().cpu().clone()
@@ -229,11 +233,12 @@ def merge_(own: Any, agreed: Mapping[Any, Any]) -> None:
             merge_(own[key], value)
 
 
-def adapt_(state: Any, num_workers: int, *, is_new: bool) -> None:
+def adapt_(state: Any, saved: int, num_workers: int, *, is_new: bool) -> None:
     """Makes the state of an optimizer fit another number of workers, in place.
 
     Args:
         state: of any part.
+        saved: how many there were.
         num_workers: how many there are now.
         is_new: whether it is that of another worker.
     """
@@ -243,8 +248,9 @@ def adapt_(state: Any, num_workers: int, *, is_new: bool) -> None:
             for stream in sync["streams"].values():
                 stream["tensors"].pop(_RESIDUAL, None)
         config = outside.get("config")
-        if isinstance(config, dict) and "workers" in config:
-            config["workers"] = num_workers
+        if isinstance(config, dict) and config.get("workers") is not None:
+            # Several processes may be one of the optimizer's workers.
+            config["workers"] = config["workers"] * num_workers // saved
             outside["num_shares"] = 0
 
 

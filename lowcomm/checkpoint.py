@@ -8,6 +8,7 @@
         worker-0.pt     all else of worker 0, its random generators too
         worker-1.pt
 
+Where workers are sharded, each rank has a file, and each shard a global one.
 It is written as `step-00000120.<run>-<number>.unfinished` and renamed when every worker
 has written its part. `torch.load` reads its files as it does by default.
 """
@@ -24,14 +25,14 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lowcomm._folder import (
     MANIFEST,
@@ -60,15 +61,15 @@ from lowcomm._snapshot import (
     set_rng_state,
 )
 from lowcomm.sync.errors import SyncError
-from lowcomm.sync.group import resolve_group
+from lowcomm.sync.group import check_has_shards, resolve_group
 from lowcomm.sync.schedule import check_number
 from lowcomm.sync.seam import Exchange
+from lowcomm.sync.shard import meshes_of, unpack
 from lowcomm.sync.talk import Talk
 
 _log = logging.getLogger(__name__)
 
-_FORMAT = 1
-_GLOBAL = "global.pt"
+_FORMAT = 2
 
 #: Saves of this process whose own files are being written.
 _writing: set[_Save] = set()
@@ -145,8 +146,9 @@ class Checkpointer:
 
     Args:
         directory: of this run's checkpoints and nothing else; made if it is missing.
-        group: the workers: a process group, a one-dimensional device mesh or a `Group`;
-            if None the default process group, or a world of one without it.
+        group: the workers, with all ranks of each where they are sharded: a process
+            group, a one-dimensional device mesh or a `Group`; if None the default
+            process group, or a world of one without it.
         config: the settings of the run in plain types; `load` refuses other ones.
         keep: how many of the newest whole checkpoints stay, at least 2. On machines
             with disks of their own at least as many as are saved between two exchanges:
@@ -209,6 +211,7 @@ class Checkpointer:
         path = Path(directory).absolute()  # wherever the process goes later
         self._run, self._here = self._look_around(path)
         self._leads = self._rank == self._here[0]
+        self._look_at_shards()
         self._folder = Folder(path, self._run)
 
     def _look_around(self, path: Path) -> tuple[str, list[int]]:
@@ -240,6 +243,22 @@ class Checkpointer:
             here = here.union(*(pair for pair in pairs if pair & here))
         return told[min(told)][0], sorted(here)
 
+    def _look_at_shards(self) -> None:
+        """Finds who holds the same parts of tensors; one of them writes the agreed."""
+        tensors = [t for part in self._parts.values() for t in _tensors_of(part)]
+        check_has_shards(self._group, tensors)
+        self._meshes = meshes_of(tensors)
+        self._places = [[*map(list, place)] for place in self._meshes]
+        told = self._talk.gather(self._places)
+        alike = [rank for rank in self._here if told[rank] == self._places]
+        self._writes_agreed = self._rank == alike[0]
+        shards: list[Any] = []
+        for shard in told.values():
+            if shard not in shards:
+                shards.append(shard)
+        number = f"-{shards.index(self._places)}" if len(shards) > 1 else ""
+        self._agreed_file = f"global{number}.pt"
+
     # ------------------------------------------------------------- saving
 
     def save(self, step: int) -> None:
@@ -263,7 +282,7 @@ class Checkpointer:
         # What others write to later must be no inference tensors.
         with torch.inference_mode(False), torch.no_grad():
             states = {name: part.state_dict() for name, part in self._parts.items()}
-            snapshot = Snapshot(states, self._memory, with_agreed=self._leads)
+            snapshot = Snapshot(states, self._memory, with_agreed=self._writes_agreed)
             save = _Save(
                 step=step,
                 number=self._num_saves,
@@ -347,12 +366,15 @@ class Checkpointer:
         save.snapshot.wait()
         save.path.mkdir(parents=True, exist_ok=True)
         files = {}
-        if self._leads:
-            files[_GLOBAL] = write_tensors(save.path / _GLOBAL, save.snapshot.agreed)
+        if self._writes_agreed:
+            name, agreed = self._agreed_file, save.snapshot.agreed
+            files[name] = write_tensors(save.path / name, agreed)
         name, own = _file_of(self._rank), save.snapshot.own
         files[name] = write_tensors(save.path / name, {"parts": own, "rng": save.rng})
         facts = {
             "files": files,
+            "agreed": self._agreed_file,
+            "meshes": self._places,
             "shares": save.snapshot.shares,
             "residuals": save.snapshot.residuals,
             # Of what may be the same on all workers.
@@ -547,10 +569,20 @@ class Checkpointer:
                 f"{present} in step {step}. Start as many workers, on each machine the "
                 "ranks that it had; or use a directory that all machines share."
             )
+        facts = manifest["workers"][str(source)]
+        if facts["meshes"] != self._places:
+            raise ValueError(
+                f"meshes must be as in the checkpoint, got {_spell(self._places)} with "
+                f"{_spell(facts['meshes'])} in step {step}, on rank {self._rank}. From "
+                "one mesh to another goes torch.distributed.checkpoint, with "
+                "`optimizer.portable()`."
+            )
         path, files = self._folder.of_step(step), manifest["files"]
-        agreed = read_tensors(path / _GLOBAL, files[_GLOBAL])
+        agreed = read_tensors(path / facts["agreed"], files[facts["agreed"]])
         own = read_tensors(path / _file_of(source), files[_file_of(source)])
         merge_(own["parts"], agreed)
+        if self._meshes:
+            unpack(own["parts"], self._meshes)
         is_new = self._rank >= saved
         left_out = self._fresh(manifest) if is_new else ()
         states = {
@@ -560,7 +592,7 @@ class Checkpointer:
         }
         if others:
             for state in states.values():
-                adapt_(state, self._num_workers, is_new=is_new)
+                adapt_(state, saved, self._num_workers, is_new=is_new)
         dropped = self._dropped(manifest) if others or not strict else []
         report = Report(step, saved, self._num_workers, dropped)
         return _Found(states, own["rng"], is_new, report)
@@ -702,6 +734,21 @@ class _Completion:
 
 def _until(completion: _Completion) -> Exchange:
     yield completion
+
+
+def _tensors_of(part: Any) -> Iterator[Tensor]:
+    """The tensors of a part that may be sharded."""
+    if isinstance(part, nn.Module):
+        yield from part.parameters()
+    elif isinstance(part, torch.optim.Optimizer):
+        for group in part.param_groups:
+            yield from group["params"]
+
+
+def _spell(places: list[Any]) -> str:
+    """Where a rank is in the meshes of its tensors."""
+    spelled = [f"place {at} of {names} {sizes}" for names, sizes, at in places]
+    return ", ".join(spelled) or "none"
 
 
 def _file_of(rank: int) -> str:

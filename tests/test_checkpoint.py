@@ -898,8 +898,8 @@ def test_a_newer_format_is_refused(tmp_path):
     path = tmp_path / "step-00000002" / "manifest.json"
     from lowcomm._folder import seal
 
-    path.write_text(json.dumps(seal(json.loads(path.read_text()) | {"format": 2})))
-    with pytest.raises(ValueError, match=r"format .* must be 1, got 2.*lowcomm 0\.1"):
+    path.write_text(json.dumps(seal(json.loads(path.read_text()) | {"format": 3})))
+    with pytest.raises(ValueError, match=r"format .* must be 2, got 3.*lowcomm 0\.1"):
         lowcomm.Checkpointer(tmp_path, part=Part()).load()
 
 

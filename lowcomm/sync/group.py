@@ -407,6 +407,24 @@ def check_sharded(group: Group, tensors: Iterable[Tensor]) -> None:
             )
 
 
+def check_has_shards(group: Group, tensors: Iterable[Tensor]) -> None:
+    """Raises unless a group has all ranks on which these tensors are sharded.
+
+    Args:
+        group: the ranks.
+        tensors: of this worker.
+    """
+    worker = ranks_of_worker(tensors)
+    if worker and isinstance(group, TorchGroup):
+        ranks = dist.get_process_group_ranks(group._group)
+        if not worker.issubset(ranks):
+            raise ValueError(
+                "group must have all ranks of every worker, got one with the global "
+                f"ranks {ranks} for a worker on {sorted(worker)}. Leave it out, for "
+                "all ranks that there are."
+            )
+
+
 def ranks_of(site: Any, group: Group) -> tuple[int, ...]:
     """The ranks within `group` that a site in `levels` stands for, sorted.
 
