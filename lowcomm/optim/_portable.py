@@ -36,7 +36,8 @@ class Portable:
     def state_dict(self) -> dict[str, Any]:
         """The wrapper's, with everything that it may ever have; zeros where it has not.
 
-        Keys are strings: torch loads what is no tensor under no others.
+        Keys are strings, as torch takes all keys for strings when it loads. It makes a
+        key of its own of each that there is: what is not always there is one text.
         """
         optimizer = self._optimizer
         state = optimizer.state_dict()
@@ -49,6 +50,7 @@ class Portable:
         state["state"] = {str(index): have[index] for index in sorted(have)}
         own = state["lowcomm"]
         under_way = {pending["stream"]: pending for pending in own["sync"]["pending"]}
+        own["sync"]["stats"] = json.dumps(own["sync"]["stats"])
         own["sync"]["pending"] = {
             stream.name: _slot(stream, under_way.get(stream.name))
             for stream in optimizer._engine.streams
@@ -59,14 +61,14 @@ class Portable:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes it back; with another number of workers, without shares under way."""
         own = state_dict["lowcomm"]
-        slots = own["sync"]["pending"]
+        sync = own["sync"] | {"stats": json.loads(own["sync"]["stats"])}
         pending = [
             {"stream": name, "share": slot["share"], **json.loads(slot["facts"])}
-            for name, slot in slots.items()
+            for name, slot in sync["pending"].items()
             if slot["facts"]
         ]
         pending.sort(key=lambda launch: launch["clock"])
-        streams = own["sync"]["streams"]
+        streams = sync["streams"]
         mine, saved = self._optimizer._settings()["workers"], own["config"]["workers"]
         if mine != saved:
             if pending:
@@ -90,7 +92,7 @@ class Portable:
                     **own,
                     "config": {**own["config"], "workers": mine},
                     "num_shares": len(pending),
-                    "sync": {**own["sync"], "streams": streams, "pending": pending},
+                    "sync": {**sync, "streams": streams, "pending": pending},
                 },
             }
         )
@@ -102,7 +104,6 @@ def _slot(stream: Stream, pending: dict[str, Any] | None) -> dict[str, Any]:
         zeros: dict[str, Tensor] = stream.layout.read(stream.layout.new())
         return {"facts": "", "share": zeros}
     facts = {k: v for k, v in pending.items() if k not in ("stream", "share")}
-    # As one text: torch would make a key of each fact, which are not always there.
     return {"facts": json.dumps(facts), "share": pending["share"]}
 
 
