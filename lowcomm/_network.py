@@ -31,6 +31,13 @@ class Network:
         """Of the namespace at a place, counted from 0."""
         return f"10.77.0.{place + 1}"
 
+    def limit(self, place: int, mbit_s: float) -> None:
+        """Sets the rate of a namespace, in each direction."""
+        for where, device in self._ends(place):
+            at = ("qdisc", "replace", "dev", device, "root", "tbf")
+            rate = ("rate", f"{round(mbit_s * 1e6)}bit")
+            _call("tc", "-n", where, *at, *rate, "burst", "128kb", "latency", "100ms")
+
     def cut(self, place: int) -> None:
         """Takes a namespace off the network."""
         _call("ip", "-n", self._hub, "link", "set", f"port{place}", "down")
@@ -38,6 +45,15 @@ class Network:
     def heal(self, place: int) -> None:
         """Puts it back."""
         _call("ip", "-n", self._hub, "link", "set", f"port{place}", "up")
+
+    def part(self, *places: int) -> None:
+        """Lets these namespaces reach all others, but not each other."""
+        for place in places:
+            port = ("link", "set", "dev", f"port{place}")
+            _call("bridge", "-n", self._hub, *port, "isolated", "on")
+
+    def _ends(self, place: int) -> tuple[tuple[str, str], tuple[str, str]]:
+        return (self.names[place], "eth0"), (self._hub, f"port{place}")
 
 
 def why_no_network() -> str | None:
@@ -71,6 +87,7 @@ def network(num_workers: int, *, mbit_s: float | None = None) -> Iterator[Networ
     hub = f"{prefix}-hub"
     terminate = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
+        net = Network(names, hub)
         for name in (hub, *names):
             _call("ip", "netns", "add", name)
             _call("ip", "-n", name, "link", "set", "lo", "up")
@@ -80,16 +97,12 @@ def network(num_workers: int, *, mbit_s: float | None = None) -> Iterator[Networ
             pair = ("eth0", "type", "veth", "peer", "name", port, "netns", hub)
             _call("ip", "-n", name, "link", "add", *pair)
             _call("ip", "-n", hub, "link", "set", port, "master", "bridge", "up")
-            for where, device in ((name, "eth0"), (hub, port)):
-                if mbit_s is not None:
-                    rate = f"{round(mbit_s * 1e6)}bit"
-                    bucket = ("rate", rate, "burst", "128kb", "latency", "100ms")
-                    at = ("qdisc", "add", "dev", device, "root", "tbf")
-                    _call("tc", "-n", where, *at, *bucket)
+            if mbit_s is not None:
+                net.limit(i, mbit_s)
             address = f"{Network.address(i)}/24"
             _call("ip", "-n", name, "address", "add", address, "dev", "eth0")
             _call("ip", "-n", name, "link", "set", "eth0", "up")
-        yield Network(names, hub)
+        yield net
     finally:
         interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
         for name in (*names, hub):

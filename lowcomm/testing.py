@@ -7,6 +7,7 @@ is tested with `run_workers`, which starts them in about a tenth of a second.
 """
 
 import contextlib
+import ctypes
 import faulthandler
 import multiprocessing
 import os
@@ -31,11 +32,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lowcomm._network import network, why_no_network
+from lowcomm._network import Network, network, why_no_network
 from lowcomm.sync.errors import PeerLost, SyncError
 from lowcomm.sync.seam import Exchange, Group, Handle, Task, enter_group
 
-__all__ = ["free_port", "network", "run_workers", "unreliable", "why_no_network"]
+__all__ = [
+    "Network",
+    "free_port",
+    "network",
+    "run_workers",
+    "unreliable",
+    "why_no_network",
+]
 
 _T = TypeVar("_T")
 _Args = TypeVarTuple("_Args")
@@ -49,6 +57,8 @@ _PRELOAD_IF_IMPORTED_HERE = ["pytest", "hypothesis"]
 _GRACE_S = 0.5
 
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+
+_CLONE_NEWNET = 0x40000000  # os.setns is of Python 3.12
 
 # How long an exchange that is to end early may take, in seconds.
 _EARLY_S = 1.0
@@ -64,6 +74,7 @@ class _Job(NamedTuple):
     environ: dict[str, str]
     num_threads: int
     group_timeout_s: float
+    namespace: str | None  # in which it runs
 
     @property
     def stacks(self) -> Path:
@@ -96,6 +107,7 @@ def run_workers(
     group_timeout_s: float = 20.0,
     num_threads: int = 1,
     may_die: Collection[int] = (),
+    network: Network | None = None,
 ) -> list[Any]:
     """Runs `worker(rank, *args)` in `num_workers` processes and returns their results.
 
@@ -131,6 +143,8 @@ def run_workers(
         group_timeout_s: timeout of the process group, in seconds.
         num_threads: torch's threads in each worker.
         may_die: ranks that may end without returning, killed by the test for instance.
+        network: namespaces in which they run, one in each; None for the caller's. It
+            is what `lowcomm.testing.network` gives.
 
     Returns:
         The results in rank order; None for a rank of `may_die` that died.
@@ -143,10 +157,15 @@ def run_workers(
         RuntimeError: if a worker died; names its rank and the signal.
         TimeoutError: if workers were not done in time; names their ranks, their stacks
             as notes.
-        ValueError: if `num_workers` is less than 1.
+        ValueError: if `num_workers` is less than 1, or more than there are namespaces.
     """
     if num_workers < 1:
         raise ValueError(f"num_workers must be at least 1, got {num_workers=}.")
+    if network is not None and num_workers > len(network.names):
+        raise ValueError(
+            f"num_workers must be at most {len(network.names)}, the number of "
+            f"namespaces, got {num_workers=}. Make a larger network."
+        )
     deadline = _Deadline(time.monotonic() + timeout_s, timeout_s)
     try:
         call = pickle.dumps((worker, args))
@@ -157,6 +176,7 @@ def run_workers(
     with tempfile.TemporaryDirectory(prefix="lowcomm-") as folder:
         try:
             for rank in range(num_workers):
+                namespace = None if network is None else network.names[rank]
                 job = _Job(
                     call=call,
                     rank=rank,
@@ -165,6 +185,7 @@ def run_workers(
                     environ=dict(os.environ),
                     num_threads=num_threads,
                     group_timeout_s=group_timeout_s,
+                    namespace=namespace,
                 )
                 _start(job, workers)
             results = _collect(workers, deadline, may_die)
@@ -414,13 +435,16 @@ def _work(pipe: Connection, job: _Job) -> None:
     threading.Thread(target=_obey, args=(pipe, released), daemon=True).start()
     # The fork server's environment is that of the first call.
     os.environ.clear()
-    os.environ.update(job.environ, GLOO_SOCKET_IFNAME=_LOOPBACK)
+    os.environ.update(job.environ)
+    os.environ["GLOO_SOCKET_IFNAME"] = "eth0" if job.namespace else _LOOPBACK
     result = error = text = None
     # Never closed: it must serve until the process is gone.
     stacks = job.stacks.open("w")
     faulthandler.enable(stacks)
     faulthandler.register(signal.SIGUSR1, stacks)
     try:
+        if job.namespace is not None:
+            _move_to(job.namespace)
         worker, args = pickle.loads(job.call)
         torch.set_num_threads(job.num_threads)
         dist.init_process_group(
@@ -439,6 +463,15 @@ def _work(pipe: Connection, job: _Job) -> None:
     released.wait()
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _move_to(namespace: str) -> None:
+    """Moves this thread, and those that it starts from here on, to a namespace."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(f"/run/netns/{namespace}") as file:
+        if libc.setns(file.fileno(), _CLONE_NEWNET):
+            error = ctypes.get_errno()
+            raise OSError(error, os.strerror(error), file.name)
 
 
 def _obey(pipe: Connection, released: threading.Event) -> None:
