@@ -2,6 +2,8 @@
 
 `python -m lowcomm plan`: what low-communication training costs on a link.
 `python -m lowcomm lighthouse`: where workers meet that come and go.
+`python -m lowcomm doctor`: what this machine has, and what the links between workers
+carry.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, TextIO
 
+from lowcomm import doctor
 from lowcomm.plan import METHODS, Method, Plan, Row, plan
+from lowcomm.sync.errors import SyncError
 from lowcomm.sync.schedule import check_positive
 
 #: Those that must be given, those that may be, and what they mean.
@@ -38,6 +42,13 @@ _OPTIONAL: dict[str, tuple[Any, str]] = {
     "utilization": (float, "part of the time to be spent in steps (0.95)"),
     "bucket_bytes": (int, "largest message (4 MiB)"),
     "seed": (int, "of step times and pairs (0)"),
+}
+_EXAMINED: dict[str, tuple[Any, str]] = {
+    "mbytes": (float, "sent at most in each direction of a pair, in 10^6 bytes (16)"),
+    "seconds": (float, "of each direction (1; less for more than 30 pairs)"),
+    "num_params": (float, "parameters of the model, for a plan; with --step-s"),
+    "step_s": (float, "seconds of an inner step, for a plan; with --num-params"),
+    "timeout_s": (float, "how long workers are waited for (30)"),
 }
 _TITLES = "method H t F codec MB/step of-DDP exch-s wait-s used hours GB H-min t-min"
 _LEGEND = """\
@@ -70,6 +81,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         default=2.0,
         help="who is silent for longer is taken for dead (%(default)s)",
     )
+    check = commands.add_parser(
+        "doctor",
+        help="what this machine has; with torchrun, what the links between workers "
+        "carry; docs/doctor.md explains it",
+        argument_default=argparse.SUPPRESS,
+    )
+    for name, (kind, words) in _EXAMINED.items():
+        check.add_argument("--" + name.replace("_", "-"), type=kind, help=words)
+    check.add_argument("--json", action="store_true", help="print JSON, no table")
     command = commands.add_parser(
         "plan",
         help="bytes, waiting, hours and memory; docs/planner.md explains them",
@@ -93,6 +113,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
             return _lighthouse(given["bind"], given["heartbeat_s"])
         except (ImportError, RuntimeError, ValueError) as error:
             light.error(str(error))
+    if given["command"] == "doctor":
+        try:
+            return _doctor(given)
+        except (TypeError, ValueError) as error:
+            check.error(str(error))
     settings = {k: v for k, v in given.items() if k in _NEEDED | _OPTIONAL}
     try:
         answer = plan(**settings, **_choices(given))
@@ -104,6 +129,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(json.dumps({**settings, "rows": answer.as_dicts()}, indent=2))
     else:
         print(*_lines(answer, settings), sep="\n")
+
+
+def _doctor(given: dict[str, Any]) -> None:
+    settings = {k: v for k, v in given.items() if k in _EXAMINED}
+    if "mbytes" in settings:
+        settings["max_mbytes"] = settings.pop("mbytes")
+    try:
+        report = doctor.examine(**settings)
+    except SyncError as error:
+        sys.exit(f"{error}")
+    if os.environ.get("RANK", "0") == "0":
+        if "json" in given:
+            print(json.dumps(report.as_dict(), indent=2))
+        else:
+            print(*doctor.lines(report), sep="\n")
+        sys.stdout.flush()
+    if not report.is_well:
+        sys.exit(1)
 
 
 def _lighthouse(bind: str, heartbeat_s: float) -> None:

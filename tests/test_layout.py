@@ -22,6 +22,8 @@ DISTRIBUTED = {
     "lowcomm.sync.elastic": "torch.distributed",
     "lowcomm.sync.shard": "torch.distributed",
     "lowcomm.checkpoint": "torch.distributed.checkpoint",
+    "lowcomm.doctor.machine": "torch.distributed",
+    "lowcomm.doctor.meeting": "torch.distributed",
     "lowcomm.testing": "torch.distributed",
 }
 REQUIRED = {"lowcomm", "numpy", "torch"}
