@@ -16,7 +16,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import lowcomm
 from lowcomm.testing import run_workers
@@ -43,6 +44,12 @@ METHODS = {
     ),
     "NoLoCo": functools.partial(lowcomm.NoLoCo, sync_every=3),
     "MTDAO": functools.partial(lowcomm.MTDAO, sync_every=3),
+}
+PLAIN = METHODS | {
+    "SlowMo": functools.partial(lowcomm.SlowMo, sync_every=3),
+    "Adafactor": lambda params, lr: lowcomm.LocalSGD(
+        torch.optim.Adafactor(params, lr=lr), sync_every=3
+    ),
 }
 #: Blocks of a code are cut out of other values, so they are rounded otherwise.
 TOLERANCE = {"int8": 0.01, "int4": 0.1}
@@ -238,6 +245,12 @@ def lay_out_otherwise(rank):
     opt = METHODS["clipped"](model.parameters(), lr=0.05, group=mesh["replicate"])
     results["DDP"] = trained(ddp, opt, site)
 
+    model = Net(seed=site)  # in which each rank has half of a layer
+    plan = {"hidden": ColwiseParallel(output_layouts=Replicate())}
+    parallelize_module(model, mesh["shard"], plan)
+    opt = METHODS["clipped"](model.parameters(), lr=0.05, group=mesh["replicate"])
+    results["tensor parallel"] = trained(model, opt, site)
+
     # Of sharded and whole tensors in one list, torch's inner step takes no foreach.
     model = sharded(Net(seed=site), mesh["shard"])
     params = [p for p in model.parameters() if p is not model.whole]
@@ -248,7 +261,7 @@ def lay_out_otherwise(rank):
     return results
 
 
-def test_copies_within_a_site_ddp_within_a_site_and_foreach(runs):
+def test_copies_ddp_and_tensor_parallelism_within_a_site_and_foreach(runs):
     for rank, results in enumerate(run_workers(lay_out_otherwise, 4)):
         for result in results.values():
             assert close(result, runs[1][rank // 2]["clipped"])
@@ -438,15 +451,12 @@ def test_a_state_that_has_lost_something_is_refused_and_a_whole_one_is_cut(tmp_p
     run_workers(use_torchs_functions, 4, tmp_path)
 
 
-@pytest.mark.parametrize(
-    "make", [*METHODS.values(), lowcomm.SlowMo], ids=[*METHODS, "SlowMo"]
-)
+@pytest.mark.parametrize("make", PLAIN.values(), ids=PLAIN)
 def test_a_whole_worker_is_portable_too(make, tmp_path):
     def build(seed):
         model = network(seed, torch.float32)
         model[0].bias.requires_grad_(False)
-        more = {"sync_every": 3} if make is lowcomm.SlowMo else {}
-        return model, make(model.parameters(), lr=0.05, **more)
+        return model, make(model.parameters(), lr=0.05)
 
     model, opt = build(0)
     train(model, opt, range(5))

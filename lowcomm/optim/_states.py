@@ -69,7 +69,7 @@ class States:
             inner, group = owners[id(param)]
             kind = (id(group), param.dim(), param.dtype, param.device)
             if kind not in examples:
-                examples[kind] = _example(inner, group, param)
+                examples[kind] = _example(inner, group, _tiny(param))
             for state_name, value in examples[kind].items():
                 if _belongs(value, _trial_shape(param)):
                     found.setdefault(state_name, {})[name] = torch.empty_like(
@@ -92,18 +92,23 @@ class States:
             inner, group = owners[id(param)]
             state = inner.state[param]
             if not isinstance(state.get(state_name), Tensor):
-                for key, value in _example(inner, group, param).items():
+                trial = _tiny(param)
+                for key, value in _example(inner, group, trial).items():
                     if state.get(key) is None:
                         neighbour = _step_of(inner, group, key)
-                        state[key] = _like_new(value, param, neighbour)
+                        state[key] = _like_new(value, trial, param, neighbour)
             result[name] = inner.state[param][state_name]
         return result
 
     def fresh(self, param: Tensor) -> dict[str, Any]:
         """The state that a parameter has before its first step, as zeros."""
         inner, group = self._owners()[id(param)]
-        example = _example(inner, group, param)
-        return {key: _like_new(value, param, None) for key, value in example.items()}
+        # Of its own size, as there may be sums over rows and columns too.
+        trial = torch.zeros_like(param.detach())
+        return {
+            key: _like_new(value, trial, param, None)
+            for key, value in _example(inner, group, trial).items()
+        }
 
     def decays(
         self, state_name: str, params: Mapping[str, Tensor]
@@ -133,12 +138,16 @@ class States:
         }
 
 
-def _example(inner: Optimizer, group: dict[str, Any], param: Tensor) -> dict[str, Any]:
+def _tiny(param: Tensor) -> Tensor:
+    """A tiny parameter of the same kind."""
+    return torch.zeros(_trial_shape(param), dtype=param.dtype, device=param.device)
+
+
+def _example(inner: Optimizer, group: dict[str, Any], trial: Tensor) -> dict[str, Any]:
     """The state that a first step with a zero gradient leaves behind.
 
-    Taken by a copy of the optimizer, on a tiny parameter of the same kind.
+    Taken by a copy of the optimizer, on `trial`, which is updated.
     """
-    trial = torch.zeros(_trial_shape(param), dtype=param.dtype, device=param.device)
     trial.requires_grad_().grad = torch.zeros_like(trial)
     clone = object.__new__(type(inner))
     clone.__dict__.update(inner.__dict__)
@@ -194,9 +203,11 @@ def _step_of(inner: Optimizer, group: dict[str, Any], key: str) -> Any:
     return None
 
 
-def _like_new(value: Any, param: Tensor, neighbour: Any) -> Any:
-    if _belongs(value, _trial_shape(param)):
-        first = value.flatten()[0].item()  # a step size does not begin at zero
+def _like_new(value: Any, trial: Tensor, param: Tensor, neighbour: Any) -> Any:
+    """The value of a state before the first step, given that of an example."""
+    if _belongs(value, tuple(trial.shape)):
+        part = local_of(value).flatten()
+        first = part[0].item() if len(part) else 0  # a step size does not begin at zero
         return torch.full_like(param.detach(), first, dtype=value.dtype)
     if neighbour is not None:
         return copy.deepcopy(neighbour)
