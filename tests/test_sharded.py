@@ -3,7 +3,9 @@
 import functools
 import json
 import math
+import re
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -261,6 +263,29 @@ def lay_out_otherwise(rank):
     return results
 
 
+def evaluate_global_parameters(rank):
+    mesh = mesh_of(2, 2)
+    model = sharded(Net(seed=0), mesh["shard"])
+    opt = METHODS["DiLoCo"](model.parameters(), lr=0.05, group=mesh["replicate"])
+    tokens = torch.arange(7)
+    with torch.no_grad():
+        first = model(tokens)
+    model.reshard()
+    learn(model, opt, range(2), rank // 2)
+    with torch.no_grad():
+        local = model(tokens)
+        model.reshard()
+        with opt.global_parameters():
+            assert same(model(tokens), first)
+            model.reshard()
+        assert same(model(tokens), local)
+        assert not torch.allclose(local, first)
+
+
+def test_a_model_that_is_resharded_evaluates_global_parameters():
+    run_workers(evaluate_global_parameters, 4)
+
+
 def test_copies_ddp_and_tensor_parallelism_within_a_site_and_foreach(runs):
     for rank, results in enumerate(run_workers(lay_out_otherwise, 4)):
         for result in results.values():
@@ -291,6 +316,28 @@ def refuse(rank):
 
 def test_groups_across_shards_and_fsdp1_are_refused_with_the_way_out():
     run_workers(refuse, 4)
+
+
+def run_the_page(rank, text, folder):
+    page = {}
+    for block in re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+        exec(block, page)
+    worker, bits = rank // 2, []
+    for path in (folder / "a", folder / "a", folder / "b"):
+        torch.manual_seed(rank)
+        model, opt = page["train"](path)
+        bits.append(bits_of(model, opt))
+        assert page["evaluate"](model, opt, torch.ones(1, 8)).isfinite().all()
+    page["save"](folder / "dcp", model, opt, worker)
+    page["load"](folder / "dcp", model, opt, worker)
+    assert same(bits_of(model, opt), bits[-1])
+    return bits
+
+
+def test_the_page_on_sharded_workers_runs(tmp_path):
+    text = (Path(__file__).parent.parent / "docs" / "sharded.md").read_text()
+    for one, resumed, _ in run_workers(run_the_page, 4, text, tmp_path):
+        assert same(one, resumed)
 
 
 # --- checkpoints of our own
@@ -368,9 +415,9 @@ def test_a_run_that_is_resumed_in_mid_round_has_the_bits_of_one_that_went_on(tmp
 
 
 def through_dcp(rank, folder):
-    mesh, other, bits = mesh_of(2, 2), mesh_of(4, 1), []
+    mesh, other, bits, ends = mesh_of(2, 2), mesh_of(4, 1), [], []
     worker = rank // 2
-    for name in SAVED:
+    for name in ("streaming", "int8"):
         path = folder / name
 
         def parts(model, opt, worker=worker):
@@ -385,7 +432,8 @@ def through_dcp(rank, folder):
         dcp.load(parts(again, opt_again), checkpoint_id=path)
         assert same(bits_of(again, opt_again), saved)
         learn(again, opt_again, range(5, 10), worker)
-        assert same(bits_of(again, opt_again), bits_of(model, opt))
+        went_on = bits_of(model, opt)
+        assert same(bits_of(again, opt_again), went_on)
 
         # Onto another mesh: twice as many workers, each whole.
         everyones = [None] * 4
@@ -406,12 +454,29 @@ def through_dcp(rank, folder):
         learn(model, opt, range(5, 10), rank)
         opt.finish()
         bits.append(whole(list(model.parameters())))
-    return bits
+        ends.append(went_on)
+    return bits, ends
+
+
+def resume_whole(rank, folder):
+    """Two workers again, which are not sharded now."""
+    ends = []
+    for name in ("streaming", "int8"):
+        model = Net(seed=7)
+        opt = METHODS[name](model.named_parameters(), lr=0.05)
+        parts = {f"model {rank}": model, f"opt {rank}": opt.portable()}
+        dcp.load(parts, checkpoint_id=folder / name)
+        learn(model, opt, range(5, 10), rank)
+        ends.append(bits_of(model, opt))
+    return ends
 
 
 def test_torchs_checkpoint_takes_all_of_it_also_onto_another_mesh(tmp_path):
-    first, *others = run_workers(through_dcp, 4, tmp_path)
-    assert all(same(first, other) for other in others)
+    (first, ends), *others = run_workers(through_dcp, 4, tmp_path)
+    assert all(same(first, bits) for bits, _ in others)
+    streaming, int8 = run_workers(resume_whole, 2, tmp_path)[0]
+    assert close(streaming, ends[0])
+    assert close(int8[0], ends[1][0], TOLERANCE["int8"])
 
 
 def use_torchs_functions(rank, folder):

@@ -67,7 +67,8 @@ class AbstractWrapper(Optimizer):
         params: what `torch.optim.AdamW` takes (then AdamW is the inner optimizer), a
             built optimizer, or a list of optimizers over disjoint parameters.
         group: the workers: a process group, a one-dimensional device mesh or a `Group`;
-            if None the default process group, or a world of one without it.
+            if None the default process group, or a world of one without it. Of sharded
+            workers, the ranks that hold the same shards, as in `mesh["replicate"]`.
         overlap: inner steps from launching an exchange to applying its result; smaller
             than the period. 0: step() waits for it.
         codec: puts what is sent into fewer bits: "bf16", "int8", "int4", "topk" or a
@@ -686,7 +687,9 @@ class AbstractWrapper(Optimizer):
         """Inside, the model holds the global parameters; then the local ones are back.
 
         They are the anchors where the method has them, and nothing is sent; else the
-        mean of the workers' parameters now, and every worker must enter.
+        mean of the workers' parameters now, and every worker must enter. A model that
+        is sharded by FSDP2 sees them after `model.reshard()`, and the local ones again
+        after another: its outermost module keeps what it has gathered.
         """
         self._refuse_when_swapped("global_parameters")
         layout = self._evaluation.layout
