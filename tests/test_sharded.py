@@ -292,9 +292,18 @@ def test_copies_ddp_and_tensor_parallelism_within_a_site_and_foreach(runs):
             assert close(result, runs[1][rank // 2]["clipped"])
 
 
+class Changing(lowcomm.sync.Group):
+    """Nothing but what is asked before it is refused."""
+
+    rank, is_elastic = 0, True
+    members = send = recv = run = new_lane = None
+
+
 def refuse(rank):
     mesh = mesh_of(2, 2)
     model = sharded(Net(seed=0), mesh["shard"])
+    with pytest.raises(ValueError, match="fixed workers where parameters are sharded"):
+        lowcomm.DiLoCo(model.parameters(), sync_every=3, group=Changing())
     for group in (None, mesh["shard"]):
         with pytest.raises(ValueError, match=r"one rank of each.*mesh\['replicate'\]"):
             lowcomm.DiLoCo(model.parameters(), sync_every=3, group=group)
@@ -382,6 +391,39 @@ def resume(rank, folder):
             ckpt.load()
         assert same(bits_of(model, opt), before)
     return bits
+
+
+def cut_twice(rank, folder):
+    """FSDP2 over tensor parallelism, in a worker of four ranks."""
+    mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("out", "shard", "tp"))
+
+    def build(seed):
+        model = Net(seed)
+        plan = {"hidden": ColwiseParallel(output_layouts=Replicate())}
+        parallelize_module(model, mesh["tp"], plan)
+        model = sharded(model, mesh["shard"])
+        # With states of two meshes, and of a tensor that is on none.
+        return model, METHODS["LocalAdam"](
+            model.parameters(), lr=0.05, group=mesh["out"]
+        )
+
+    model, opt = build(0)
+    learn(model, opt, range(4), 0)
+    lowcomm.Checkpointer(folder, model=model, optimizer=opt).save(4)
+    parts = {"model": model, "opt": opt.portable()}
+    dcp.save(parts, checkpoint_id=folder / "dcp")
+    for seed in (1, 2):
+        again, other = build(seed)
+        if seed == 1:
+            parts = {"model": again, "opt": other.portable()}
+            dcp.load(parts, checkpoint_id=folder / "dcp")
+        else:
+            lowcomm.Checkpointer(folder, model=again, optimizer=other).load()
+        assert same(bits_of(again, other), bits_of(model, opt))
+
+
+def test_parts_that_were_cut_twice_are_saved_too(tmp_path):
+    run_workers(cut_twice, 4, tmp_path)
 
 
 def resume_as_one(rank, folder):

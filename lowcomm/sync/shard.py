@@ -174,6 +174,12 @@ class Shards:
 
 # --- in plain types -------------------------------------------------------------------
 
+#: Kinds of placements, and what makes one. The last: FSDP2 over tensor parallelism.
+_PLACEMENTS = {
+    "Shard": ("dim",),
+    "Replicate": (),
+    "_StridedShard": ("dim", "split_factor"),
+}
 #: What marks the dictionary that stands for a part of a tensor.
 _MARK = "part of a tensor"
 
@@ -185,19 +191,18 @@ def pack(tensor: DTensor, local: Tensor) -> dict[str, Any]:
         tensor: the tensor.
         local: this rank's part, or a copy.
     """
-    from torch.distributed.tensor import Replicate, Shard
-
-    cut_along: list[int | None] = []
+    placements = []
     for placement in tensor.placements:
-        if type(placement) not in (Shard, Replicate):
+        kind = type(placement).__name__
+        if kind not in _PLACEMENTS:
             raise TypeError(
                 "sharded tensors must be cut along a dimension or be copies, got a "
                 f"placement {placement}. Save with torch.distributed.checkpoint."
             )
-        cut_along.append(placement.dim if isinstance(placement, Shard) else None)
+        placements.append([kind, *(getattr(placement, a) for a in _PLACEMENTS[kind])])
     return {
         _MARK: list(Place.of(tensor.device_mesh)),
-        "cut along": cut_along,
+        "placements": placements,
         "shape": list(tensor.shape),
         "stride": list(tensor.stride()),
         "values": local,
@@ -207,15 +212,19 @@ def pack(tensor: DTensor, local: Tensor) -> dict[str, Any]:
 def unpack(state: Any, meshes: Mapping[Place, DeviceMesh]) -> Any:
     """A state with tensors for what stands for them."""
     if isinstance(state, dict) and _MARK in state:
-        from torch.distributed.tensor import Replicate, Shard
+        from torch.distributed.tensor import placement_types
 
         names, sizes, at = state[_MARK]
         mesh = meshes[Place(tuple(names), tuple(sizes), tuple(at))]
-        dims = state["cut along"]
-        placements = tuple(Replicate() if dim is None else Shard(dim) for dim in dims)
+        placements = tuple(
+            getattr(placement_types, kind)(
+                **dict(zip(_PLACEMENTS[kind], values, strict=True))
+            )
+            for kind, *values in state["placements"]
+        )
         shape, stride = tuple(state["shape"]), tuple(state["stride"])
-        values = state["values"].to(mesh.device_type)
-        return Sharding(mesh, placements, shape, stride).join(values)
+        part = state["values"].to(mesh.device_type)
+        return Sharding(mesh, placements, shape, stride).join(part)
     if isinstance(state, dict):
         for key, value in state.items():
             state[key] = unpack(value, meshes)
