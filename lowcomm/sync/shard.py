@@ -97,7 +97,7 @@ class Sharding(NamedTuple):
 
 
 class Place(NamedTuple):
-    """This rank in a mesh, in plain types; two worker's are alike.
+    """This rank in a mesh, in plain types; alike on the same rank of every worker.
 
     Args:
         names: of the dimensions.
@@ -120,12 +120,17 @@ def meshes_of(tensors: Iterable[Tensor]) -> dict[Place, DeviceMesh]:
     """The meshes on which there are tensors, each once, by this rank's place."""
     meshes = {t.device_mesh for t in tensors if is_sharded(t)}
     places = {Place.of(mesh): mesh for mesh in meshes}
+    if len(places) < len(meshes):
+        raise ValueError(
+            "meshes must have dimensions of different names to be told apart when a "
+            f"checkpoint is loaded, got {meshes}. Name them with mesh_dim_names."
+        )
     return dict(sorted(places.items()))
 
 
 def ranks_of_worker(tensors: Iterable[Tensor]) -> set[int]:
     """Global ranks that hold parts of these tensors, or copies of parts."""
-    meshes = meshes_of(tensors).values()
+    meshes = {t.device_mesh for t in tensors if is_sharded(t)}
     return {rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()}
 
 
@@ -137,12 +142,11 @@ class Shards:
     """
 
     def __init__(self, shardings: Iterable[Sharding]) -> None:
-        # Every dimension once, in the same order on all ranks. Meshes that were cut out
-        # of one have its groups.
+        # Every dimension once: meshes that were cut out of one have its groups. In the
+        # order of the tensors, which is that of all ranks.
         self._groups: dict[str, dist.ProcessGroup] = {}
         self._device = "cpu"
-        meshes = {sharding.mesh for sharding in shardings}
-        for mesh in sorted(meshes, key=Place.of):
+        for mesh in dict.fromkeys(sharding.mesh for sharding in shardings):
             self._device = mesh.device_type
             for group in mesh.get_all_groups():
                 if group.size() > 1:
