@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import itertools
 import os
 import shutil
@@ -13,9 +14,14 @@ from collections.abc import Iterator
 
 _numbers = itertools.count()
 
+_CLONE_NEWNET = 0x40000000  # os.setns is of Python 3.12
+
 
 class Network:
-    """Namespaces of their own, each with an interface eth0.
+    """Namespaces of their own, each with an interface eth0; places count from 0.
+
+    `network` makes one; `run_workers(..., network=net)` runs workers in it. A worker
+    may be given it as an argument, to cut the network in the midst of a run.
 
     Args:
         names: of the namespaces; `ip netns exec NAME COMMAND` runs in one.
@@ -28,8 +34,16 @@ class Network:
 
     @staticmethod
     def address(place: int) -> str:
-        """Of the namespace at a place, counted from 0."""
+        """The address of the namespace at a place."""
         return f"10.77.0.{place + 1}"
+
+    def enter(self, place: int) -> None:
+        """Moves this thread, and those that it starts from here on, to a namespace."""
+        libc = ctypes.CDLL(None, use_errno=True)
+        with open(f"/run/netns/{self.names[place]}") as file:
+            if libc.setns(file.fileno(), _CLONE_NEWNET):
+                error = ctypes.get_errno()
+                raise OSError(error, os.strerror(error), file.name)
 
     def limit(self, place: int, mbit_s: float) -> None:
         """Sets the rate of a namespace, in each direction."""
@@ -72,6 +86,11 @@ def why_no_network() -> str | None:
 @contextlib.contextmanager
 def network(num_workers: int, *, mbit_s: float | None = None) -> Iterator[Network]:
     """A network of namespaces, removed at the end, also after Ctrl+C.
+
+    >>> from lowcomm.testing import network, run_workers, why_no_network
+    >>> if why_no_network() is None:
+    ...     with network(2, mbit_s=50) as net:
+    ...         assert run_workers(pow, 2, 2, network=net) == [0, 1]
 
     Linux only; needs root and iproute2, see `why_no_network`. A namespace's interface
     lets its rate through in each direction, in bursts of 128 kB: with smaller ones the

@@ -7,7 +7,6 @@ is tested with `run_workers`, which starts them in about a tenth of a second.
 """
 
 import contextlib
-import ctypes
 import faulthandler
 import multiprocessing
 import os
@@ -58,8 +57,6 @@ _GRACE_S = 0.5
 
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
-_CLONE_NEWNET = 0x40000000  # os.setns is of Python 3.12
-
 # How long an exchange that is to end early may take, in seconds.
 _EARLY_S = 1.0
 
@@ -74,7 +71,7 @@ class _Job(NamedTuple):
     environ: dict[str, str]
     num_threads: int
     group_timeout_s: float
-    namespace: str | None  # in which it runs
+    network: Network | None  # in which it runs
 
     @property
     def stacks(self) -> Path:
@@ -176,7 +173,6 @@ def run_workers(
     with tempfile.TemporaryDirectory(prefix="lowcomm-") as folder:
         try:
             for rank in range(num_workers):
-                namespace = None if network is None else network.names[rank]
                 job = _Job(
                     call=call,
                     rank=rank,
@@ -185,7 +181,7 @@ def run_workers(
                     environ=dict(os.environ),
                     num_threads=num_threads,
                     group_timeout_s=group_timeout_s,
-                    namespace=namespace,
+                    network=network,
                 )
                 _start(job, workers)
             results = _collect(workers, deadline, may_die)
@@ -436,15 +432,15 @@ def _work(pipe: Connection, job: _Job) -> None:
     # The fork server's environment is that of the first call.
     os.environ.clear()
     os.environ.update(job.environ)
-    os.environ["GLOO_SOCKET_IFNAME"] = "eth0" if job.namespace else _LOOPBACK
+    os.environ["GLOO_SOCKET_IFNAME"] = "eth0" if job.network else _LOOPBACK
     result = error = text = None
     # Never closed: it must serve until the process is gone.
     stacks = job.stacks.open("w")
     faulthandler.enable(stacks)
     faulthandler.register(signal.SIGUSR1, stacks)
     try:
-        if job.namespace is not None:
-            _move_to(job.namespace)
+        if job.network is not None:
+            job.network.enter(job.rank)
         worker, args = pickle.loads(job.call)
         torch.set_num_threads(job.num_threads)
         dist.init_process_group(
@@ -463,15 +459,6 @@ def _work(pipe: Connection, job: _Job) -> None:
     released.wait()
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def _move_to(namespace: str) -> None:
-    """Moves this thread, and those that it starts from here on, to a namespace."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    with open(f"/run/netns/{namespace}") as file:
-        if libc.setns(file.fileno(), _CLONE_NEWNET):
-            error = ctypes.get_errno()
-            raise OSError(error, os.strerror(error), file.name)
 
 
 def _obey(pipe: Connection, released: threading.Event) -> None:
