@@ -1,6 +1,7 @@
 """What the documentation shows runs, and what it names is there."""
 
 import ast
+import importlib
 import re
 from pathlib import Path
 
@@ -54,6 +55,23 @@ def anchors_of(page: Path) -> set[str]:
 def test_a_block_of_code_runs_alone(page, line, code):
     # Empty lines in front: a traceback then says the line of the page.
     exec(compile("\n" * line + code, str(page), "exec"), {"__name__": "__main__"})
+
+
+TESTS = [block for block in blocks() if block.values[0] == DOCS / "testing.md"]
+
+
+@pytest.mark.workers
+@pytest.mark.parametrize(("page", "line", "code"), TESTS)
+def test_the_tests_that_a_page_shows_pass(page, line, code, tmp_path, monkeypatch):
+    # A module, from which workers in processes can import what they run.
+    name = f"block_{line}"
+    (tmp_path / f"{name}.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    module = importlib.import_module(name)
+    tests = [value for name, value in vars(module).items() if name.startswith("test_")]
+    assert tests
+    for test in tests:
+        test()
 
 
 @pytest.mark.parametrize("page", METHOD_PAGES, ids=name_of)
