@@ -139,12 +139,14 @@ def _doctor(given: dict[str, Any]) -> None:
         report = doctor.examine(**settings)
     except SyncError as error:
         sys.exit(f"{error}")
-    if os.environ.get("RANK", "0") == "0":
-        if "json" in given:
-            print(json.dumps(report.as_dict(), indent=2))
-        else:
-            print(*doctor.lines(report), sep="\n")
-        sys.stdout.flush()
+    # Nor do others fail: torchrun would end the first one before it has spoken.
+    if os.environ.get("RANK", "0") != "0":
+        return
+    if "json" in given:
+        print(json.dumps(report.as_dict(), indent=2))
+    else:
+        print(*doctor.lines(report), sep="\n")
+    sys.stdout.flush()
     if not report.is_well:
         sys.exit(1)
 

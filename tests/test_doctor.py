@@ -319,7 +319,7 @@ def test_over_links_of_known_rates():
     measured, trap, apart = told[0]
     for silent in told[1:]:
         assert [text for text, _, _ in silent] == ["", "", ""]
-        assert [status for _, status, _ in silent] == [0, 1, 1]
+        assert [status for _, status, _ in silent] == [0, 0, 0]
 
     # The rate, the pair and the plan.
     assert measured[1] == 0

@@ -14,7 +14,7 @@ from itertools import combinations
 
 from lowcomm.doctor.machine import Machine, look
 from lowcomm.doctor.meeting import Answering, Meeting, Two, environ, reached_from
-from lowcomm.doctor.report import Pair, Report, lines
+from lowcomm.doctor.report import NO_CONNECTION, NOT_REACHED, Pair, Report, lines
 from lowcomm.plan import Method, Row, plan
 from lowcomm.sync.errors import SyncError
 from lowcomm.sync.measure import measure
@@ -25,6 +25,8 @@ __all__ = ["Machine", "Pair", "Report", "examine", "lines", "look"]
 _SILENT_S = 10.0
 #: A pair that says nothing for so long has ended.
 _PAIR_S = 60.0
+#: One that has all the results ends at once.
+_END_S = 2.0
 #: All pairs together, as far as nothing else is said.
 _TOTAL_S = 60.0
 
@@ -85,13 +87,13 @@ def examine(
         meeting.tell(f"end {rank}", True)
         if rank == 0:
             for other in range(size):
-                meeting.ask(f"end {other}", _SILENT_S)
+                meeting.ask(f"end {other}", _END_S)
     except RuntimeError as error:
         if isinstance(error, SyncError):
             raise
         raise SyncError(
             f"the store must be there to the end, got on rank {rank}: "
-            f"{str(error).splitlines()[0]}. See what has ended rank 0."
+            f"{_first_sentence(error)}. See what has ended rank 0."
         ) from error
     return report
 
@@ -135,7 +137,7 @@ def _all_pairs(
             machines[high].listens in reached[low][high]
             or machines[low].listens in reached[high][low]
         ):
-            pairs.append(Pair(ranks, error="neither reaches the other"))
+            pairs.append(Pair(ranks, error=NOT_REACHED))
             continue
         if meeting.rank in ranks:
             pair = _measured(meeting, ranks, seconds, max_bytes)
@@ -177,7 +179,7 @@ def _measured(
     try:
         two = Two(store, ranks, rank)
     except RuntimeError as error:
-        return Pair(ranks, error=f"no connection: {str(error).splitlines()[0]}")
+        return Pair(ranks, error=f"{NO_CONNECTION}: {_first_sentence(error)}")
     try:
         measured = measure(
             two,
@@ -188,5 +190,10 @@ def _measured(
         )
     except SyncError as error:
         two.close()
-        return Pair(ranks, error=str(error).splitlines()[0])
+        return Pair(ranks, error=_first_sentence(error))
     return Pair(ranks, *measured)
+
+
+def _first_sentence(error: Exception) -> str:
+    """Without the advice and the stack that torch adds."""
+    return str(error).splitlines()[0].partition(". ")[0]

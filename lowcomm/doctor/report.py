@@ -9,6 +9,10 @@ from typing import Any, NamedTuple
 from lowcomm.doctor.machine import IFNAME, Machine, outward
 from lowcomm.plan import Row
 
+#: Why nothing was measured, where addresses are to blame.
+NOT_REACHED = "neither reaches the other"
+NO_CONNECTION = "no connection"
+
 #: More pairs than this are not printed.
 _SHOWN = 28
 
@@ -172,12 +176,13 @@ def _advice(report: Report) -> Iterator[str]:
     for pair in apart[:_SHOWN]:
         low, high = (report.machines[rank] for rank in pair.ranks)
         yield (
-            f"! {_name(low)} at {low.listens} and {_name(high)} at {high.listens} do "
+            f"! {_name(low)} at {low.listens or 'no address'} and {_name(high)} at "
+            f"{high.listens or 'no address'} do "
             f"not exchange: {pair.error}."
         )
     if len(apart) > _SHOWN:
         yield f"! and {len(apart) - _SHOWN} other pairs."
-    if not apart:
+    if not any(pair.error.startswith((NOT_REACHED, NO_CONNECTION)) for pair in apart):
         return
     serving = {m.rank: report.serving(m.rank) for m in report.machines}
     common = set.intersection(*(set(names) for names in serving.values()))
