@@ -61,6 +61,186 @@ def method(request):
     return request.param
 
 
+# The table: what torch's users do, by name, for each thing that calls itself one
+
+
+def a_scheduler_attaches(make):
+    opt = make(network())
+    assert isinstance(opt, torch.optim.Optimizer)
+    scheduler = lr_scheduler.StepLR(opt, 1, gamma=0.5)
+    opt.step()
+    scheduler.step()
+    assert [group["lr"] for group in opt.param_groups] == [0.025] * len(
+        opt.param_groups
+    )
+
+
+def a_new_rate_acts_after_loading(make):
+    model = network()
+    opt = make(model)
+    train(model, opt, range(1))
+    opt.load_state_dict(opt.state_dict())
+    for group in opt.param_groups:
+        group["lr"] = 0.0
+    before = parameters_of(model)
+    train(model, opt, range(1, 2))
+    torch.testing.assert_close(parameters_of(model), before)
+
+
+def a_step_hook_is_called(make):
+    model, calls = network(), []
+    opt = make(model)
+    opt.register_step_pre_hook(lambda *_: calls.append("before"))
+    opt.register_step_post_hook(lambda *_: calls.append("after"))
+    train(model, opt, range(1))
+    assert calls == ["before", "after"]
+
+
+def a_closure_gives_its_loss(make):
+    model = network()
+    opt = make(model)
+
+    def closure():
+        opt.zero_grad()
+        loss = loss_of(model, 0)
+        loss.backward()
+        return loss
+
+    assert torch.equal(opt.step(closure), loss_of(network(), 0))
+
+
+def defaults_are_there(make):
+    assert "lr" in make(network()).defaults
+
+
+def a_deep_copy_goes_its_own_way(make):
+    model = network()
+    opt = make(model)
+    train(model, opt, range(1))
+    model2, opt2 = copy.deepcopy((model, opt))
+    before = parameters_of(model)
+    train(model2, opt2, range(1, 5))
+    assert same(parameters_of(model), before)
+    train(model, opt, range(1, 5))
+    assert same(parameters_of(model), parameters_of(model2))
+
+
+def a_scaler_steps_it(make):
+    model, other = network(), network()
+    train(other, make(other), range(5))
+    opt, scaler = make(model), torch.amp.GradScaler("cpu", init_scale=4.0)
+    for step in range(5):
+        opt.zero_grad()
+        scaler.scale(loss_of(model, step)).backward()
+        scaler.step(opt)
+        scaler.update()
+    assert same(parameters_of(model), parameters_of(other))
+
+
+def a_resumed_run_has_the_same_bits(make):
+    model = network()
+    opt = make(model)
+    train(model, opt, range(4))
+    state = through_a_file([model.state_dict(), opt.state_dict()])
+    train(model, opt, range(4, 9))
+    other = network(seed=1)
+    resumed = make(other)
+    other.load_state_dict(state[0])
+    resumed.load_state_dict(state[1])
+    train(other, resumed, range(4, 9))
+    assert same(parameters_of(model), parameters_of(other))
+
+
+ROWS = [
+    a_scheduler_attaches,
+    a_new_rate_acts_after_loading,
+    a_step_hook_is_called,
+    a_closure_gives_its_loss,
+    defaults_are_there,
+    a_deep_copy_goes_its_own_way,
+    a_scaler_steps_it,
+    a_resumed_run_has_the_same_bits,
+]
+
+
+class Alone:
+    """An averager of torch's that has no one to average with."""
+
+    step = 0
+
+    def average_parameters(self, params):
+        self.step += 1
+
+
+def torchs_local_sgd(model):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # importing it scripts functions
+        from torch.distributed.optim import PostLocalSGDOptimizer
+    return PostLocalSGDOptimizer(
+        torch.optim.AdamW(model.parameters(), lr=0.05), Alone()
+    )
+
+
+def muon_and_adamw(model):
+    matrices = [p for p in model.parameters() if p.ndim == 2]
+    vectors = [p for p in model.parameters() if p.ndim != 2]
+    return [
+        torch.optim.Muon(matrices, lr=0.05),
+        torch.optim.AdamW(vectors, lr=0.05),
+    ]
+
+
+def over_adamw(make, **settings):
+    return lambda model: make(model.parameters(), lr=0.05, sync_every=3, **settings)
+
+
+COLUMNS = {
+    "AdamW": lambda model: torch.optim.AdamW(model.parameters(), lr=0.05),
+    **{name: over_adamw(method.make) for name, method in METHODS.items()},
+    "DiLoCo-streaming": over_adamw(
+        # Alone, its rounds then change nothing beyond rounding.
+        lowcomm.DiLoCo,
+        fragments=3,
+        overlap=1,
+        outer_lr=1.0,
+        outer_momentum=0.0,
+    ),
+    "DiLoCo-eager": over_adamw(lowcomm.DiLoCo, eager=True),
+    "DiLoCo-int8": over_adamw(lowcomm.DiLoCo, codec="int8", error_feedback=True),
+    "LocalSGD-fused": over_adamw(lowcomm.LocalSGD, fused=True),
+    "MTDAO": over_adamw(lowcomm.MTDAO),
+    "Muon-and-AdamW": lambda m: lowcomm.DiLoCo(muon_and_adamw(m), sync_every=3),
+}
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.__name__)
+@pytest.mark.parametrize("make", COLUMNS.values(), ids=COLUMNS.keys())
+def test_a_row_of_the_drop_in_table(row, make):
+    row(make)
+
+
+def test_every_method_has_a_column():
+    columns = {type(make(network())) for make in COLUMNS.values()}
+    exported = {getattr(lowcomm, name) for name in lowcomm.__all__}
+    wrapper = lowcomm.LocalSGD.__mro__[1]
+    methods = {t for t in exported if isinstance(t, type) and issubclass(t, wrapper)}
+    assert methods <= columns
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.__name__)
+def test_the_table_tells_what_is_not_drop_in(row):
+    """By torch's own wrapper, of which it is known what it lacks."""
+    if row in {
+        a_scheduler_attaches,
+        a_scaler_steps_it,
+        a_resumed_run_has_the_same_bits,
+    }:
+        row(torchs_local_sgd)
+    else:
+        with pytest.raises((AssertionError, AttributeError, TypeError)):
+            row(torchs_local_sgd)
+
+
 # Being an optimizer
 
 
@@ -311,6 +491,45 @@ def test_state_dict_hooks_run_and_may_replace_the_dictionary(method):
     opt.register_load_state_dict_post_hook(lambda o: calls.append("after loading"))
     opt.load_state_dict(state)
     assert calls == ["before saving", "before loading", "after loading"]
+
+
+# The compiler
+
+
+@pytest.mark.parametrize("what", ["inner", "whole", "loop"])
+def test_a_compiled_step_is_the_inner_optimizers_and_the_exchange_no_graph(what):
+    """Traced, an exchange would fail, or run when it is traced."""
+
+    def go(opt, model, compiled):
+        def turn(step):
+            opt.zero_grad()
+            loss_of(model, step, 0).backward()
+            opt.step()
+
+        scheduler = lr_scheduler.ExponentialLR(opt, 0.9)  # takes no compiled step
+        if compiled == "inner":
+            opt.inner.step = torch.compile(opt.inner.step, backend="aot_eager")
+        if compiled == "whole":
+            opt.step = torch.compile(opt.step, backend="aot_eager")
+        if compiled == "loop":
+            turn = torch.compile(turn, backend="aot_eager")
+        for step in range(5):
+            turn(step)
+            scheduler.step()
+        return opt.stats.rounds, parameters_of(model)
+
+    results = []
+    for compiled in (None, what):
+        torch.compiler.reset()
+        model = network()
+        # A rate in a tensor: a number would be compiled anew when it changes.
+        rate = torch.tensor(0.05, dtype=torch.float64)
+        inner = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
+        opt = lowcomm.DiLoCo(inner, sync_every=2)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            results.append(go(opt, model, compiled))
+    torch.testing.assert_close(results[1], results[0])
 
 
 # Closures
@@ -652,6 +871,158 @@ def test_a_list_of_optimizers_refuses_a_new_group_and_says_what_to_do(method):
     with pytest.raises((TypeError, ValueError), match="add_param_group") as caught:
         opt.add_param_group({"params": [scalar(1.0)]})
     assert "inner" in str(caught.value) or "optimizers" in str(caught.value)
+
+
+# States in codes, as 8-bit optimizers have them
+
+
+class Coded(torch.Tensor):
+    """Values in 8 bits with a scale, which know no more than what their optimizer asks.
+
+    As those of torchao: they can be neither copied nor healed as a whole.
+    """
+
+    def __new__(cls, codes, scale):
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=scale.dtype)
+
+    def __init__(self, codes, scale):
+        self.codes, self.scale = codes, scale
+
+    def __tensor_flatten__(self):
+        return ["codes", "scale"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, parts, context, size, stride):
+        return cls(parts["codes"], parts["scale"])
+
+    def __reduce_ex__(self, protocol):
+        return Coded, (self.codes, self.scale)
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        if function in (torch.ops.aten.detach.default, torch.ops.aten._to_copy.default):
+            return cls(args[0].codes, args[0].scale)
+        raise NotImplementedError(f"{function} of a Coded")
+
+
+torch.serialization.add_safe_globals([Coded])
+
+
+class CodedMomentum(torch.optim.Optimizer):
+    """SGD with its momentum in codes."""
+
+    def __init__(self, params, lr=0.05):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                values = self.values(state) if state else torch.zeros_like(p)
+                values = 0.9 * values + p.grad
+                scale = values.abs().amax() / 127
+                codes = (values / scale.clamp_min(1e-30)).round().to(torch.int8)
+                self.keep(state, codes, scale)
+                p.sub_(self.values(state), alpha=group["lr"])
+
+    def keep(self, state, codes, scale):
+        state["momentum_buffer"] = Coded(codes, scale)
+
+    def values(self, state):
+        coded = state["momentum_buffer"]
+        return coded.codes.to(coded.scale.dtype) * coded.scale
+
+
+class PackedMomentum(CodedMomentum):
+    """The same in plain tensors, which are saved under a key of their own.
+
+    As those of bitsandbytes.
+    """
+
+    def keep(self, state, codes, scale):
+        state |= {"momentum_buffer": codes, "scale": scale}
+
+    def values(self, state):
+        return state["momentum_buffer"].to(state["scale"].dtype) * state["scale"]
+
+    def state_dict(self):
+        saved = super().state_dict()
+        packed = {i: {"packed": dict(s)} for i, s in saved["state"].items()}
+        return {**saved, "state": packed}
+
+    def load_state_dict(self, state_dict):
+        state = {i: s["packed"] for i, s in state_dict["state"].items()}
+        super().load_state_dict({**state_dict, "state": {}})
+        params = [p for group in self.param_groups for p in group["params"]]
+        self.state.update({params[i]: s for i, s in state.items()})
+
+
+CODED = [CodedMomentum, PackedMomentum]
+
+
+@pytest.mark.parametrize("inner", CODED)
+def test_states_in_codes_resume_with_the_same_bits(inner):
+    def make(model):
+        return lowcomm.DiLoCo(inner(model.named_parameters()), sync_every=3)
+
+    a_resumed_run_has_the_same_bits(make)
+
+
+@pytest.mark.parametrize("inner", CODED)
+def test_states_in_codes_are_loaded_as_copies(inner):
+    model = network()
+    opt = lowcomm.DiLoCo(inner(model.parameters()), sync_every=3)
+    train(model, opt, range(2))
+    state = opt.state_dict()
+    other = network()
+    loaded = lowcomm.DiLoCo(inner(other.parameters()), sync_every=3)
+    loaded.load_state_dict(state)
+    for mine, own in zip(opt.state.values(), loaded.state.values(), strict=True):
+        for key in mine:
+            parts = getattr(mine[key], "codes", mine[key])
+            copies = getattr(own[key], "codes", own[key])
+            assert parts.data_ptr() != copies.data_ptr() and same(parts, copies)
+
+
+@pytest.mark.parametrize("inner", CODED)
+def test_a_worker_whose_states_in_codes_are_not_finite_heals(inner):
+    def worker(rank, group):
+        model = network()
+        opt = lowcomm.DiLoCo(inner(model.parameters()), sync_every=2)
+        train(model, opt, range(2), rank)
+        next(model.parameters()).grad.fill_(torch.nan if rank else 1.0)
+        opt.step()
+        train(model, opt, range(3, 8), rank)
+        return parameters_of(model)
+
+    first, second = lowcomm.simulate(worker, 2)
+    assert same(first, second)
+    assert all(t.isfinite().all() for t in first)
+
+
+class LargeOnlyMomentum(CodedMomentum):
+    """Codes for large parameters only, as 8-bit optimizers have."""
+
+    def keep(self, state, codes, scale):
+        values = codes.to(scale.dtype) * scale
+        state["momentum_buffer"] = codes if codes.numel() > 12 else values
+        state["scale"] = scale
+
+    def values(self, state):
+        buffer = state["momentum_buffer"]
+        return buffer if buffer.dtype == torch.float64 else buffer * state["scale"]
+
+
+@pytest.mark.parametrize("inner", [CodedMomentum, LargeOnlyMomentum])
+def test_states_in_codes_are_not_averaged(inner):
+    """A mean of codes with different scales is nothing."""
+    model = network()
+    with pytest.raises(ValueError, match=r"floating-point.*parameters only"):
+        opt = lowcomm.LocalSGD(
+            inner(model.parameters()), sync_every=2, average_states=True
+        )
+        train(model, opt, range(3))
 
 
 # New groups

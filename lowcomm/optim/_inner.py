@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lowcomm.sync.shard import Sharding
 
@@ -115,11 +116,30 @@ def like_parameter(name: str, value: Tensor, param: Tensor) -> Tensor:
     return sharding.join(sharding.cut(name, value))
 
 
+def parts_of(tensor: Tensor) -> list[Tensor]:
+    """The plain tensors that a tensor is made of: codes and scales of an 8-bit one."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return [tensor]
+    names, _ = tensor.__tensor_flatten__()
+    return [part for name in names for part in parts_of(getattr(tensor, name))]
+
+
+def _copied(value: Any) -> Any:
+    """A copy of nested state; tensors that are made of others need not know how."""
+    if isinstance(value, dict):
+        return {key: _copied(item) for key, item in value.items()}
+    if not isinstance(value, Tensor) or not is_traceable_wrapper_subclass(value):
+        return copy.deepcopy(value)
+    names, context = value.__tensor_flatten__()
+    parts = {name: _copied(getattr(value, name)) for name in names}
+    return type(value).__tensor_unflatten__(parts, context, value.shape, value.stride())
+
+
 def load_inner_(
     inner: Optimizer, state: dict[Any, Any], param_groups: list[dict[str, Any]]
 ) -> None:
     """Loads copies, and keeps dtypes: torch casts state to that of the parameter."""
-    saved = copy.deepcopy(state)
+    saved = _copied(state)
     params = [param for group in inner.param_groups for param in group["params"]]
     for index, values in saved.items():
         for key, value in values.items() if isinstance(values, dict) else ():
@@ -128,6 +148,11 @@ def load_inner_(
     inner.load_state_dict({"state": saved, "param_groups": param_groups})
     for index, values in saved.items():
         for key, value in values.items() if isinstance(values, dict) else ():
-            loaded = inner.state[params[index]][key]
-            if isinstance(value, Tensor) and loaded.dtype != value.dtype:
+            # What it saves under one key it may keep under others.
+            loaded = inner.state[params[index]].get(key)
+            if (
+                isinstance(value, Tensor)
+                and isinstance(loaded, Tensor)
+                and loaded.dtype != value.dtype
+            ):
                 inner.state[params[index]][key] = value.to(loaded.device)

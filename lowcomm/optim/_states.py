@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from lowcomm.optim._inner import parts_of
 from lowcomm.sync.shard import local_of
 
 #: Where a parameter group says by how much a state decays in a step.
@@ -72,6 +74,7 @@ class States:
                 examples[kind] = _example(inner, group, _tiny(param))
             for state_name, value in examples[kind].items():
                 if _belongs(value, _trial_shape(param)):
+                    _check_values(inner, state_name, value)
                     found.setdefault(state_name, {})[name] = torch.empty_like(
                         param.detach(), dtype=value.dtype
                     )
@@ -97,7 +100,8 @@ class States:
                     if state.get(key) is None:
                         neighbour = _step_of(inner, group, key)
                         state[key] = _like_new(value, trial, param, neighbour)
-            result[name] = inner.state[param][state_name]
+            value = result[name] = inner.state[param][state_name]
+            _check_values(inner, state_name, local_of(value))
         return result
 
     def fresh(self, param: Tensor) -> dict[str, Any]:
@@ -125,9 +129,9 @@ class States:
         for inner in self._inners:
             for state in inner.state.values():
                 for value in state.values() if isinstance(state, dict) else ():
-                    if isinstance(value, Tensor) and value.is_floating_point():
-                        part = local_of(value)
-                        torch.nan_to_num_(part, nan=0.0, posinf=0.0, neginf=0.0)
+                    for part in parts_of(value) if isinstance(value, Tensor) else ():
+                        if part.is_floating_point():
+                            torch.nan_to_num_(part, nan=0.0, posinf=0.0, neginf=0.0)
 
     def _owners(self) -> dict[int, tuple[Optimizer, dict[str, Any]]]:
         return {
@@ -191,6 +195,18 @@ def _belongs(value: Any, shape: tuple[int, ...]) -> bool:
         isinstance(value, Tensor)
         and tuple(value.shape) == shape
         and (value.is_floating_point() or value.is_complex())
+    )
+
+
+def _check_values(inner: Optimizer, state_name: str, value: Tensor) -> None:
+    """Raises if a state has codes of its values, of which there is no mean."""
+    is_one = not is_traceable_wrapper_subclass(value)
+    if is_one and (value.is_floating_point() or value.is_complex()):
+        return
+    raise ValueError(
+        f"states of {type(inner).__name__} must be floating-point tensors to be "
+        f"averaged, got {state_name!r} as {type(value).__name__} of {value.dtype}. "
+        "Average parameters only."
     )
 
 

@@ -10,6 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+# Not torch.compiler.disable: that imports the compiler here, which takes a second.
+from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -405,16 +408,23 @@ class AbstractWrapper(Optimizer):
         Args:
             closure: for the inner optimizer.
         """
+        # torch.compile takes the inner step: an exchange is no graph of operators.
+        traced = torch.compiler.is_compiling()
+        begins = _begin_untraced(self) if traced else self._begin()
+        loss = self._step_inner(closure)
+        if begins:
+            _advance_untraced(self) if traced else self._engine.advance()
+        return loss
+
+    def _begin(self) -> bool:
+        """Whether what follows is a step, and not a distributed checkpoint's probe."""
         if self._swapped:
             self._refuse_when_swapped("step")
-        engine = self._engine
-        if not engine.started:
+        if not self._engine.started:
             if self._is_probe():
-                return self._step_inner(closure)
-            engine.start()
-        loss = self._step_inner(closure)
-        engine.advance()
-        return loss
+                return False
+            self._engine.start()
+        return True
 
     def _step_inner(self, closure: Callable[[], Any] | None) -> Any:
         found_inf = self.__dict__.get("found_inf")
@@ -738,6 +748,16 @@ class OuterRateWrapper(AbstractWrapper):
 
     def _check_outer_lr(self, outer_lr: float) -> None:
         """Raises if the method cannot take this rate."""
+
+
+@_disable_dynamo
+def _begin_untraced(optimizer: AbstractWrapper) -> bool:
+    return optimizer._begin()
+
+
+@_disable_dynamo
+def _advance_untraced(optimizer: AbstractWrapper) -> None:
+    optimizer._engine.advance()
 
 
 def _num_states(state_dict: Mapping[str, Any]) -> int:
