@@ -20,6 +20,7 @@ ROOT = Path(__file__).parent.parent
 DISTRIBUTED = {
     "lowcomm.sync.group": "torch.distributed",
     "lowcomm.sync.elastic": "torch.distributed",
+    "lowcomm.sync.private": "torch.distributed",
     "lowcomm.sync.shard": "torch.distributed",
     "lowcomm.checkpoint": "torch.distributed.checkpoint",
     "lowcomm.doctor.machine": "torch.distributed",

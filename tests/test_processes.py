@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import lowcomm
-from lowcomm.testing import run_workers
+from lowcomm.sync import PrivateGroup
+from lowcomm.testing import free_port, run_workers
 from toy import (
     inner_state_of,
     network,
@@ -85,6 +86,64 @@ def test_processes_have_the_bits_of_simulated_workers():
             if not name.startswith("NoLoCo"):  # whose workers differ until the end
                 assert same(after_rounds[name][0], real[0][0][name][0])
             assert same(ended[name][0], real[0][1][name][0])
+
+
+# A group of their own
+
+
+def beside_torch(rank, ports):
+    """Two sites of two processes each, which torch.distributed takes for one group."""
+    site, place = divmod(rank, 2)
+    model = network(seed=rank)
+    address = f"127.0.0.1:{ports[place]}"
+    group = PrivateGroup(address, rank=site, num_workers=2)
+    opt = lowcomm.DiLoCo(model.parameters(), lr=0.05, sync_every=3, group=group)
+    train(model, opt, range(7), rank)
+    opt.finish()
+    return parameters_of(model)
+
+
+def test_workers_meet_beside_torchs_own_group():
+    def two(first, second):
+        def worker(rank, group):
+            model = network(seed=(first, second)[rank])
+            opt = lowcomm.DiLoCo(model.parameters(), lr=0.05, sync_every=3)
+            train(model, opt, range(7), (first, second)[rank])
+            opt.finish()
+            return parameters_of(model)
+
+        return lowcomm.simulate(worker, 2)
+
+    results = run_workers(beside_torch, 4, [free_port(), free_port()])
+    assert same(results[0::2], two(0, 2))
+    assert same(results[1::2], two(1, 3))
+
+
+def without_torch(rank, port):
+    torch.distributed.destroy_process_group()
+    group = PrivateGroup(f"127.0.0.1:{port}", rank=rank, num_workers=2)
+    x = scalar(float(rank))
+    opt = lowcomm.LocalSGD(torch.optim.SGD([x], lr=1.0), sync_every=1, group=group)
+    slide(x, opt)
+    return x.item(), torch.distributed.is_initialized()
+
+
+def test_workers_meet_without_torchs_own_group():
+    assert run_workers(without_torch, 2, free_port()) == [(-1.0, False)] * 2
+
+
+@pytest.mark.parametrize(
+    ("address", "rank", "num_workers", "message"),
+    [
+        ("host", 0, 2, "address must be one like 'host:29510', got 'host'"),
+        ("host:port", 0, 2, "address must be one like"),
+        ("host:1", 2, 2, "rank must be less than num_workers, got rank=2"),
+        ("host:1", 0, 0, "num_workers must be .* at least 1"),
+    ],
+)
+def test_a_private_group_that_cannot_be_is_refused(address, rank, num_workers, message):
+    with pytest.raises(ValueError, match=message):
+        PrivateGroup(address, rank=rank, num_workers=num_workers)
 
 
 # Kill and resume

@@ -2,6 +2,7 @@
 
 from lowcomm.sync.codec import BF16, Codec, Int4, Int8, TopK, make_codec
 from lowcomm.sync.elastic import Change, ElasticGroup
+from lowcomm.sync.private import PrivateGroup
 from lowcomm.sync.seam import Group
 
 __all__ = [
@@ -12,6 +13,7 @@ __all__ = [
     "Group",
     "Int4",
     "Int8",
+    "PrivateGroup",
     "TopK",
     "make_codec",
 ]

@@ -65,6 +65,9 @@ class TorchGroup(Group):
         group: the process group; the default one if None.
     """
 
+    #: whether torch.distributed knows its members
+    has_global_ranks = True
+
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         if not dist.is_initialized():
             raise ValueError(
@@ -396,7 +399,7 @@ def check_sharded(group: Group, tensors: Iterable[Tensor]) -> None:
             "ElasticGroup: the shards of a worker would settle by themselves, and not "
             "alike. Take a dimension of the mesh, as in group=mesh['replicate']."
         )
-    if isinstance(group, TorchGroup):
+    if isinstance(group, TorchGroup) and group.has_global_ranks:
         ranks = dist.get_process_group_ranks(group._group)
         if len(both := worker.intersection(ranks)) > 1:
             raise ValueError(
@@ -415,7 +418,7 @@ def check_has_shards(group: Group, tensors: Iterable[Tensor]) -> None:
         tensors: of this worker.
     """
     worker = ranks_of_worker(tensors)
-    if worker and isinstance(group, TorchGroup):
+    if worker and isinstance(group, TorchGroup) and group.has_global_ranks:
         ranks = dist.get_process_group_ranks(group._group)
         if not worker.issubset(ranks):
             raise ValueError(
