@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import importlib.util
 import re
 from pathlib import Path
 
@@ -16,6 +17,8 @@ METHODS = DOCS / "methods"
 READMES = [ROOT / "README.md", ROOT / "recipes" / "README.md"]
 PAGES = sorted(DOCS.rglob("*.md")) + READMES
 METHOD_PAGES = sorted(page for page in METHODS.glob("*.md") if page.stem != "README")
+
+FRAMEWORKS = {"accelerate", "pytorch_lightning", "transformers"}
 
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 PLACE = re.compile(r"`(\w+)` in\s+`([\w/.]+)`")
@@ -37,6 +40,20 @@ def blocks():
             yield pytest.param(page, line, match[1], id=f"{name_of(page)}:{line}")
 
 
+def skip_without_imports(code: str) -> None:
+    """Skips the test where a framework that a page is about is not installed."""
+    for node in ast.walk(ast.parse(code)):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [node.module]
+        for name in names:
+            top = name.partition(".")[0]
+            if top in FRAMEWORKS and importlib.util.find_spec(top) is None:
+                pytest.skip(f"needs {top}")
+
+
 def names_in(path: Path) -> set[str]:
     """Functions and classes of a module."""
     body = ast.parse(path.read_text()).body
@@ -51,8 +68,11 @@ def anchors_of(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", h).lower().replace(" ", "-") for h in headings}
 
 
+# torch's own compiler, when it is imported.
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")
 @pytest.mark.parametrize(("page", "line", "code"), list(blocks()))
 def test_a_block_of_code_runs_alone(page, line, code):
+    skip_without_imports(code)
     # Empty lines in front: a traceback then says the line of the page.
     exec(compile("\n" * line + code, str(page), "exec"), {"__name__": "__main__"})
 
@@ -89,7 +109,9 @@ def test_what_a_page_names_is_there(page):
     text = page.read_text()
     for name, path in PLACE.findall(text):
         assert name in names_in(ROOT / path), f"{name} in {path}"
-    for path in re.findall(r"`((?:lowcomm|tests|recipes|benchmarks)/[\w/.]+)`", text):
+    for path in re.findall(
+        r"`((?:lowcomm|tests|recipes|benchmarks|examples)/[\w/.]+)`", text
+    ):
         assert (ROOT / path).exists(), path
     for name in re.findall(r"`?lowcomm\.([a-zA-Z]\w*)", FENCED.sub("", text)):
         assert hasattr(lowcomm, name), name
