@@ -25,7 +25,9 @@ def build_optimizer(config: Config, model: nn.Module, group: Any = None) -> Any:
     outer = {name: value for name, value in outer.items() if value is not None}
     match method:
         case "local_sgd" | "local_adam":
-            rule = lowcomm.QSR(base=every, alpha=config.qsr) if config.qsr else every
+            rule: lowcomm.QSR | int = every
+            if config.qsr:  # a warm-up begins near 0: its first round would not end
+                rule = lowcomm.QSR(every, config.qsr, config.warmup_steps)
             average_states = method == "local_adam"
             return lowcomm.LocalSGD(
                 params, sync_every=rule, average_states=average_states, **common

@@ -346,3 +346,20 @@ def test_groups_end_to_end_in_20_steps(recipe, tmp_path, capsys):
 def test_wrong_options_are_explained(recipe, settings, message):
     with pytest.raises(ValueError, match=message):
         recipe("compare").Options(**settings)
+
+
+def test_growing_rounds_have_their_first_length_in_the_warm_up(recipe):
+    run = recipe("runs").compare()
+    lr = run.lr
+    config = dataclasses.replace(run, method="local_sgd", sync_every=4, qsr=2 * lr)
+    pretrain = recipe("pretrain")
+    model = pretrain.build_model(config)
+    optimizer = recipe("methods").build_optimizer(config, model)
+    scheduler = pretrain.build_scheduler(config, optimizer)
+    ends, rounds = [], 0
+    for step in range(1, config.warmup_steps + 1):
+        optimizer.step()
+        scheduler.step()
+        if optimizer.stats.rounds > rounds:
+            ends, rounds = [*ends, step], optimizer.stats.rounds
+    assert ends == [*range(4, config.warmup_steps + 1, 4)]
