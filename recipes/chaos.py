@@ -39,8 +39,9 @@ STALL_S = 90.0  # without any event the run counts as hung
 POLL_S = 0.02
 LARGEST_LOSS_GAP = 0.02
 SLACK_S = 3.0  # that a fault may cost beyond timeout_s
-# Read on while a fault is played and seen; pairs wait for fewer, so they read more.
-WINDOWS_A_FAULT = defaultdict(lambda: 2800, noloco=4400)
+# Read on while a fault is played and seen. Pairs wait for fewer, and so read more; of
+# DES-LOC a run of 2800 has ended before the last that came was let in.
+WINDOWS_A_FAULT = defaultdict(lambda: 2800, noloco=4400, desloc=4400)
 
 KINDS = (
     "kill", "short stop", "join and leave", "slow", "kill in save", "long stop",
