@@ -7,10 +7,10 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help env test lint types demo bench chaos clean
+.PHONY: help env test test-all lint types demo bench chaos clean
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-6s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 env: $(STAMP) ## Make the virtual environment, or update it
 
@@ -19,7 +19,10 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
-test: lint types ## Check everything: lint, types, tests and doctests
+test: lint types ## Check everything in a quarter of an hour: all but what test-all adds
+	$(BIN)/pytest -m "not slow"
+
+test-all: lint types ## Check the comparisons and the examples in frameworks too
 	$(BIN)/pytest
 
 lint: env ## Check style and formatting

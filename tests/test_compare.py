@@ -14,6 +14,8 @@ import torch
 
 ROOT = Path(__file__).parent.parent
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def recipe(monkeypatch):
