@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from lowcomm.optim._inner import parts_of
+from lowcomm.optim._inner import is_coded, parts_of
 from lowcomm.sync.shard import local_of
 
 #: Where a parameter group says by how much a state decays in a step.
@@ -200,8 +199,7 @@ def _belongs(value: Any, shape: tuple[int, ...]) -> bool:
 
 def _check_values(inner: Optimizer, state_name: str, value: Tensor) -> None:
     """Raises if a state has codes of its values, of which there is no mean."""
-    is_one = not is_traceable_wrapper_subclass(value)
-    if is_one and (value.is_floating_point() or value.is_complex()):
+    if not is_coded(value) and (value.is_floating_point() or value.is_complex()):
         return
     raise ValueError(
         f"states of {type(inner).__name__} must be floating-point tensors to be "
