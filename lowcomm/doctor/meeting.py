@@ -194,7 +194,6 @@ class Two(TorchGroup):
     """A gloo connection between two workers, as torch makes it."""
 
     def __init__(self, store: Any, ranks: Sequence[int], rank: int) -> None:
-        self._is_default = False
         limit = timedelta(seconds=_CONNECT_S)
         group = _dist.ProcessGroupGloo(store, ranks.index(rank), 2, limit)
         self._over(group, ranks, rank, is_gloo=True)

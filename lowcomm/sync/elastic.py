@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lowcomm.sync import threads
 from lowcomm.sync.errors import PeerLost, PeerMismatch, SyncError
-from lowcomm.sync.group import TorchGroup
+from lowcomm.sync.group import TorchGroup, split_address
 from lowcomm.sync.roll import (
     Entry,
     Roll,
@@ -542,7 +542,6 @@ class _Channel(TorchGroup):
     ) -> None:
         members = sorted(new.ranks.values())
         rank = new.ranks[name]
-        self._is_default = False
         group = None
         if len(members) > 1:
             host, port = _split(new.store)
@@ -584,9 +583,9 @@ def _listen(address: str) -> tuple[Any, int]:
 
 
 def _split(address: str) -> tuple[str, int]:
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit():
+    place = split_address(address)
+    if place is None:
         raise ValueError(
             f"lighthouse must be an address like 'host:29510', got {address!r}."
         )
-    return host.strip("[]"), int(port)
+    return place

@@ -65,8 +65,7 @@ class TorchGroup(Group):
         group: the process group; the default one if None.
     """
 
-    #: whether torch.distributed knows its members
-    has_global_ranks = True
+    _is_default = False
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         if not dist.is_initialized():
@@ -85,6 +84,7 @@ class TorchGroup(Group):
             )
         members = range(dist.get_world_size(pg))
         self._over(pg, members, rank, is_gloo=_has_gloo(pg))
+        self.global_ranks = tuple(dist.get_process_group_ranks(pg))
         if not self._is_gloo and torch.accelerator.is_available():
             # With its number: the thread that drives exchanges has a current device of
             # its own.
@@ -382,6 +382,16 @@ def resolve_group(group: Any) -> Group:
     )
 
 
+def split_address(address: str) -> tuple[str, int] | None:
+    """Host and port of "host:29510"; None of what is no such address.
+
+    >>> split_address("10.0.0.1:29510"), split_address("[::1]:80"), split_address("a:b")
+    (('10.0.0.1', 29510), ('::1', 80), None)
+    """
+    host, _, port = address.rpartition(":")
+    return (host.strip("[]"), int(port)) if host and port.isdigit() else None
+
+
 def check_sharded(group: Group, tensors: Iterable[Tensor]) -> None:
     """Raises if the workers of a group cannot be sharded as these tensors are.
 
@@ -399,15 +409,13 @@ def check_sharded(group: Group, tensors: Iterable[Tensor]) -> None:
             "ElasticGroup: the shards of a worker would settle by themselves, and not "
             "alike. Take a dimension of the mesh, as in group=mesh['replicate']."
         )
-    if isinstance(group, TorchGroup) and group.has_global_ranks:
-        ranks = dist.get_process_group_ranks(group._group)
-        if len(both := worker.intersection(ranks)) > 1:
-            raise ValueError(
-                "group must have one rank of each worker, got one with the global "
-                f"ranks {sorted(both)}, on which one worker's parameters are sharded "
-                "or copied. Take the dimension of the mesh that FSDP does not have, as "
-                "in group=mesh['replicate']."
-            )
+    if len(both := worker.intersection(group.global_ranks)) > 1:
+        raise ValueError(
+            "group must have one rank of each worker, got one with the global ranks "
+            f"{sorted(both)}, on which one worker's parameters are sharded or copied. "
+            "Take the dimension of the mesh that FSDP does not have, as in "
+            "group=mesh['replicate']."
+        )
 
 
 def check_has_shards(group: Group, tensors: Iterable[Tensor]) -> None:
@@ -418,14 +426,13 @@ def check_has_shards(group: Group, tensors: Iterable[Tensor]) -> None:
         tensors: of this worker.
     """
     worker = ranks_of_worker(tensors)
-    if worker and isinstance(group, TorchGroup) and group.has_global_ranks:
-        ranks = dist.get_process_group_ranks(group._group)
-        if not worker.issubset(ranks):
-            raise ValueError(
-                "group must have all ranks of every worker, got one with the global "
-                f"ranks {ranks} for a worker on {sorted(worker)}. Leave it out, for "
-                "all ranks that there are."
-            )
+    ranks = list(group.global_ranks)
+    if ranks and not worker.issubset(ranks):
+        raise ValueError(
+            "group must have all ranks of every worker, got one with the global ranks "
+            f"{ranks} for a worker on {sorted(worker)}. Leave it out, for all ranks "
+            "that there are."
+        )
 
 
 def ranks_of(site: Any, group: Group) -> tuple[int, ...]:

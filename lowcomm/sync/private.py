@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lowcomm.sync.group import TorchGroup
+from lowcomm.sync.group import TorchGroup, split_address
 from lowcomm.sync.schedule import check_number, check_positive
 
 # torch's types know less of these than there is.
@@ -40,8 +40,6 @@ class PrivateGroup(TorchGroup):
         RuntimeError: if not all workers have come.
     """
 
-    has_global_ranks = False
-
     def __init__(
         self, address: str, *, rank: int, num_workers: int, timeout_s: float = 600.0
     ) -> None:
@@ -52,18 +50,16 @@ class PrivateGroup(TorchGroup):
             raise ValueError(
                 f"rank must be less than num_workers, got {rank=} with {num_workers=}."
             )
-        host, _, port = address.rpartition(":")
-        if not host or not port.isdigit():
+        place = split_address(address)
+        if place is None:
             raise ValueError(
                 f"address must be one like 'host:29510', got {address!r}. Name the "
                 "machine of rank 0 and a port of it that is free."
             )
         limit = timedelta(seconds=timeout_s)
-        self._is_default = False
         # Kept: it ends with its owner, and others may still be on their way to it.
         self._store = _dist.TCPStore(
-            host.strip("[]"),
-            int(port),
+            *place,
             num_workers,
             is_master=rank == 0,
             wait_for_workers=True,

@@ -78,6 +78,8 @@ class Group(ABC):
     """
 
     rank: int
+    #: the members' ranks in `torch.distributed`; none where it does not know the group
+    global_ranks: tuple[int, ...] = ()
     #: whether a message is matched by its tag; else by order alone
     matches_tags = True
     #: whether workers come and go: a lost one then ends no run
