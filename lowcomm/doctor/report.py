@@ -81,11 +81,6 @@ class Report:
                 return machine.rank
         return None
 
-    @property
-    def latency_s(self) -> float:
-        """The longest."""
-        return max((pair.latency_s or 0.0 for pair in self.pairs), default=0.0)
-
     def serving(self, rank: int) -> list[str]:
         """Interfaces of a worker at which all others reach it."""
         return [
