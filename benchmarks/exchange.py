@@ -136,7 +136,7 @@ def time_launch(rank: int, repeats: int) -> dict[str, list[float]]:
     The thread's own: what others take from it depends on the number of cores.
     """
     opt = lowcomm.DiLoCo(Nothing(params_of(100, 250_000)), sync_every=2, overlap=1)
-    rounds, packs = opt._engine._rounds, []
+    rounds, packs = opt._engine.rounds, []
     take_share = rounds.take_share
 
     def timed(stream: Any) -> Any:

@@ -16,13 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from lowcomm.sync.rounds import RESIDUAL, without_debts
 from lowcomm.sync.shard import is_sharded, local_of, pack
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _ALSO_LOADED = (torch.dtype, torch.device, torch.layout, torch.Size)
-
-#: What a codec owes is the only tensor of an agreed stream that is a worker's own.
-_RESIDUAL = "residual"
 
 
 class Memory(NamedTuple):
@@ -120,13 +118,13 @@ class Snapshot:
         for name, stream in value["streams"].items():
             own, agreed = dict(stream["tensors"]), {}
             if stream["agreed"]:
-                agreed = {k: own.pop(k) for k in stream["tensors"] if k != _RESIDUAL}
+                agreed = {k: own.pop(k) for k in stream["tensors"] if k != RESIDUAL}
             if agreed and self._with_agreed:
                 branch = self.agreed
                 for key in (*self._place, "streams", name):
                     branch = branch.setdefault(key, {})
                 branch["tensors"] = self._of(agreed)
-            if _RESIDUAL in own:
+            if RESIDUAL in own:
                 self.residuals.append(name)
             streams[name] = {**stream, "tensors": own}
         self.shares += [pending["stream"] for pending in value["pending"]]
@@ -243,15 +241,11 @@ def adapt_(state: Any, saved: int, num_workers: int, *, is_new: bool) -> None:
         is_new: whether it is that of another worker.
     """
     for outside, sync in _syncs({"state": state}):
-        sync["pending"] = []
-        if is_new:
-            for stream in sync["streams"].values():
-                stream["tensors"].pop(_RESIDUAL, None)
+        sync |= without_debts(sync, keeps_residuals=not is_new)
         config = outside.get("config")
         if isinstance(config, dict) and config.get("workers") is not None:
             # Several processes may be one of the optimizer's workers.
             config["workers"] = config["workers"] * num_workers // saved
-            outside["num_shares"] = 0
 
 
 def digest_of(state: Any) -> str:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from lowcomm.sync.rounds import without_debts
 from lowcomm.sync.stream import Stream
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ class Portable:
         own["sync"]["stats"] = json.dumps(own["sync"]["stats"])
         own["sync"]["pending"] = {
             stream.name: _slot(stream, under_way.get(stream.name))
-            for stream in optimizer._engine.streams
+            for stream in optimizer._rounds.streams
             if not stream.schedule.never and stream.schedule.overlap_at(_LATE)
         }
         return state
@@ -68,7 +69,7 @@ class Portable:
             if slot["facts"]
         ]
         pending.sort(key=lambda launch: launch["clock"])
-        streams = sync["streams"]
+        sync |= {"pending": pending}
         mine, saved = self._optimizer._settings()["workers"], own["config"]["workers"]
         if mine != saved:
             if pending:
@@ -80,10 +81,9 @@ class Portable:
                     mine,
                     names,
                 )
-            pending = []
-            # Of a new worker, another owes that.
-            if saved is not None and self._optimizer._group.rank >= saved:
-                streams = {name: _without_residual(s) for name, s in streams.items()}
+            # Of a new worker, another owes what the codec has lost.
+            is_new = saved is not None and self._optimizer._group.rank >= saved
+            sync = without_debts(sync, keeps_residuals=not is_new)
         self._optimizer.load_state_dict(
             {
                 **state_dict,
@@ -91,8 +91,7 @@ class Portable:
                 "lowcomm": {
                     **own,
                     "config": {**own["config"], "workers": mine},
-                    "num_shares": len(pending),
-                    "sync": {**sync, "streams": streams, "pending": pending},
+                    "sync": sync,
                 },
             }
         )
@@ -105,8 +104,3 @@ def _slot(stream: Stream, pending: dict[str, Any] | None) -> dict[str, Any]:
         return {"facts": "", "share": zeros}
     facts = {k: v for k, v in pending.items() if k not in ("stream", "share")}
     return {"facts": json.dumps(facts), "share": pending["share"]}
-
-
-def _without_residual(stream: dict[str, Any]) -> dict[str, Any]:
-    tensors = {k: v for k, v in stream["tensors"].items() if k != "residual"}
-    return {**stream, "tensors": tensors}

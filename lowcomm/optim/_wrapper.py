@@ -31,6 +31,7 @@ from lowcomm.sync.engine import Engine
 from lowcomm.sync.flat import Layout, check_device
 from lowcomm.sync.group import check_sharded, resolve_group
 from lowcomm.sync.mean import Robust
+from lowcomm.sync.rounds import Rounds, without_debts
 from lowcomm.sync.schedule import (
     Periodic,
     check_number,
@@ -223,6 +224,10 @@ class AbstractWrapper(Optimizer):
             take=self._take,
         )
 
+    @property
+    def _rounds(self) -> Rounds:
+        return self._engine.rounds
+
     def _check_sharded(self, params: Mapping[str, Tensor]) -> None:
         for name, param in params.items():
             if getattr(param, "_fsdp_flattened", False):
@@ -278,7 +283,7 @@ class AbstractWrapper(Optimizer):
             return 1.0
         if not callable(self._weight):
             return float(steps)
-        now = self._engine.steps
+        now = self._rounds.stats.steps
         if self._weighed is None or self._weighed[0] != now:  # once for all streams
             self._weighed = (now, self._call_weight(self._weight))
         return self._weighed[1]
@@ -312,8 +317,8 @@ class AbstractWrapper(Optimizer):
     def _give(self) -> dict[str, Any]:
         """The whole state, for a worker that comes: it begins as a copy of this one."""
         optimizer = self.state_dict()
-        sync = _without_debts(optimizer[_OWN_KEY]["sync"])
-        optimizer[_OWN_KEY] |= {"sync": sync, "num_shares": 0}
+        sync = without_debts(optimizer[_OWN_KEY]["sync"])
+        optimizer[_OWN_KEY] |= {"sync": sync}
         return {"optimizer": optimizer, "tensors": {**self._named(), **self._buffers}}
 
     def _take(self, state: Mapping[str, Any]) -> None:
@@ -322,13 +327,13 @@ class AbstractWrapper(Optimizer):
             for name, tensor in {**self._named(), **self._buffers}.items():
                 tensor.copy_(state["tensors"][name])
         self.load_state_dict(state["optimizer"])
-        for stream in self._engine.streams:
-            if isinstance(stream, Anchored) and self._engine.started:
+        for stream in self._rounds.streams:
+            if isinstance(stream, Anchored) and self._rounds.started:
                 stream.layout.scatter_all_(stream.anchor)
-        self._engine.begin_share()
+        self._rounds.begin_share()
 
     def _state_streams(self) -> list[AverageState]:
-        return [s for s in self._engine.streams if isinstance(s, AverageState)]
+        return [s for s in self._rounds.streams if isinstance(s, AverageState)]
 
     def _plan(self) -> dict[str, Any]:
         """Everything in which workers must not differ, as named lines."""
@@ -346,7 +351,7 @@ class AbstractWrapper(Optimizer):
         }
         parts = {
             f"the tensors of {stream.name!r}": list(stream.layout.specs)
-            for stream in self._engine.streams
+            for stream in self._rounds.streams
             if stream.has_parameters
         }
         tensor_lines = {f"tensor {i}": line for i, line in enumerate(lines)}
@@ -420,10 +425,10 @@ class AbstractWrapper(Optimizer):
         """Whether what follows is a step, and not a distributed checkpoint's probe."""
         if self._swapped:
             self._refuse_when_swapped("step")
-        if not self._engine.started:
+        if not self._rounds.started:
             if self._is_probe():
                 return False
-            self._engine.start()
+            self._rounds.start()
         return True
 
     def _step_inner(self, closure: Callable[[], Any] | None) -> Any:
@@ -484,18 +489,18 @@ class AbstractWrapper(Optimizer):
         before = self._named()
         self.inner.add_param_group(param_group)
         added = {n: p for n, p in self._named().items() if n not in before}
-        self._engine.agree(self._plan())
+        self._engine.talk.agree(self._plan())
         if self._init_sync:
-            self._engine.broadcast(added)
+            self._engine.talk.broadcast(added)
         trainable = {n: p for n, p in added.items() if p.requires_grad}
         self._params |= trainable
         self._flags = self._trainable()
         states = self._states.names(trainable) if self._state_streams() else {}
         for stream in self._state_streams():
-            self._engine.extend(stream, states.get(stream.state_name, {}))
-        fragments = [s for s in self._engine.streams if s.has_parameters]
+            self._rounds.extend(stream, states.get(stream.state_name, {}))
+        fragments = [s for s in self._rounds.streams if s.has_parameters]
         smallest = min(fragments, key=lambda s: s.layout.num_bytes)
-        self._engine.extend(smallest, trainable)
+        self._rounds.extend(smallest, trainable)
         self._evaluation.extend_(trainable, {})
 
     def state_dict(self) -> dict[str, Any]:
@@ -517,10 +522,9 @@ class AbstractWrapper(Optimizer):
         merged[_OWN_KEY] = {
             "config": self._settings(),
             "adjusted": {name: getattr(self, name) for name in self._adjustable},
-            "sync": (sync := self._engine.state_dict()),
+            "sync": self._rounds.state_dict(),
             # By which a loader sees that something was lost on the way.
             "num_states": _num_states(merged),
-            "num_shares": len(sync["pending"]),
         }
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             result = post_hook(self, merged)
@@ -557,7 +561,7 @@ class AbstractWrapper(Optimizer):
             for name, value in own["adjusted"].items():
                 if name in self._adjustable:
                     setattr(self, name, value)
-            self._engine.load_state_dict(own["sync"], strict=strict)
+            self._rounds.load_state_dict(own["sync"], strict=strict)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
@@ -583,10 +587,10 @@ class AbstractWrapper(Optimizer):
         self, state_dict: Mapping[str, Any], own: Any, *, strict: bool
     ) -> None:
         """Raises before anything has been changed."""
-        if self._group.is_elastic and self._engine.steps:
+        if self._group.is_elastic and self._rounds.stats.steps:
             raise ValueError(
                 "state_dict must be loaded before the first step of a run whose "
-                f"workers come and go, got a run at step {self._engine.steps}. A "
+                f"workers come and go, got a run at step {self._rounds.stats.steps}. A "
                 "worker that comes has its state from the others: load only `if "
                 "opt.stats.steps == 0`."
             )
@@ -608,7 +612,7 @@ class AbstractWrapper(Optimizer):
                 )
         streams = own["sync"]["streams"] if own is not None and strict else {}
         names = {n for stream in streams.values() for n in stream["names"]}
-        known = {n for s in self._engine.streams for n in s.layout.specs}
+        known = {n for s in self._rounds.streams for n in s.layout.specs}
         if not names <= known:
             raise ValueError(
                 "names of the parameters must be those of the checkpoint, got "
@@ -625,18 +629,18 @@ class AbstractWrapper(Optimizer):
 
     def _recut(self, saved: Mapping[str, Any]) -> None:
         """Cuts fragments as a checkpoint has them, where a group came in later."""
-        mine = {s.name: list(s.layout.specs) for s in self._engine.streams}
+        mine = {s.name: list(s.layout.specs) for s in self._rounds.streams}
         parts = [
             saved[s.name]["names"]
-            for s in self._engine.streams
+            for s in self._rounds.streams
             if s.has_parameters and s.name in saved
         ]
         if all(saved[n]["names"] == names for n, names in mine.items() if n in saved):
             return
         if sorted(sum(parts, [])) == sorted(self._params):
-            hooks, self._parts = self._engine.hooks, parts
+            hooks, self._parts = self._rounds.hooks, parts
             self._build()
-            self._engine.hooks.update(hooks)
+            self._rounds.hooks.update(hooks)
 
     def _with_offsets(self) -> Iterator[tuple[Optimizer, int]]:
         """The inner optimizers, each with the number of parameters before its own."""
@@ -650,30 +654,30 @@ class AbstractWrapper(Optimizer):
         state = {k: v for k, v in state.items() if not k.endswith("_hooks")}
         # Fragments as they are: a split of what there is now might be another one.
         state["_parts"] = [
-            list(s.layout.specs) for s in self._engine.streams if s.has_parameters
+            list(s.layout.specs) for s in self._rounds.streams if s.has_parameters
         ]
-        return state | {_OWN_KEY: self._engine.state_dict()}
+        return state | {_OWN_KEY: self._rounds.state_dict()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         state = dict(state)
         own = state.pop(_OWN_KEY)
         super().__setstate__(state)
         self._build()
-        self._engine.load_state_dict(own, strict=True)
+        self._rounds.load_state_dict(own, strict=True)
 
     # ------------------------------------------------------------- our own side
 
     @property
     def stats(self) -> Stats:
         """What synchronization has done so far: a snapshot."""
-        return self._engine.stats
+        return self._rounds.stats.snapshot()
 
     def register_round_hook(self, hook: Callable[[Stats], None]) -> RemovableHandle:
         """Calls `hook(stats)` after each applied round, until the handle is removed."""
         if not callable(hook):
             raise TypeError(f"hook must be a function of the stats, got {hook!r}.")
-        handle = RemovableHandle(self._engine.hooks)
-        self._engine.hooks[handle.id] = hook
+        handle = RemovableHandle(self._rounds.hooks)
+        self._rounds.hooks[handle.id] = hook
         return handle
 
     def finish(self, *, timeout_s: float | None = None) -> None:
@@ -704,13 +708,13 @@ class AbstractWrapper(Optimizer):
         self._refuse_when_swapped("global_parameters")
         layout = self._evaluation.layout
         local = layout.gather_all_(layout.empty())
-        agreed = [s for s in self._engine.streams if s.holds_global]
+        agreed = [s for s in self._rounds.streams if s.holds_global]
         mean = None if agreed else self._engine.average(self._evaluation)
         self._swapped = True
         try:
             if mean is not None:
                 layout.scatter_all_(mean)
-            elif self._engine.started:
+            elif self._rounds.started:
                 for stream in agreed:
                     assert stream.agreed is not None
                     stream.layout.scatter_all_(stream.agreed)
@@ -770,11 +774,12 @@ def _check_complete(
     state_dict: Mapping[str, Any], own: Mapping[str, Any], *, strict: bool
 ) -> None:
     """Raises if what was saved is not there."""
+    sync = own["sync"]
     lost = [
         (what, now, saved)
         for what, now, saved in (
             ("inner states", _num_states(state_dict), own["num_states"]),
-            ("shares under way", len(own["sync"]["pending"]), own["num_shares"]),
+            ("shares under way", len(sync["pending"]), sync["num_pending"]),
         )
         if now < saved and (strict or what == "inner states")
     ]
@@ -785,15 +790,6 @@ def _check_complete(
             "give it `optimizer.portable()` in place of the optimizer, to save and to "
             "load."
         )
-
-
-def _without_debts(sync: Mapping[str, Any]) -> dict[str, Any]:
-    """An engine's state without shares under way, and what a codec owes to the next."""
-    streams = {
-        name: {**stream, "tensors": {**stream["tensors"], "residual": {}}}
-        for name, stream in sync["streams"].items()
-    }
-    return {**sync, "pending": [], "streams": streams}
 
 
 def _check_robust(clip: float | None, trim: int, weight: object) -> Robust:

@@ -100,7 +100,9 @@ class LocalSGD(AbstractWrapper):
             )
         super().__init__(params, **common)
         if self.levels:
-            self._check_sites(self._engine.gather([site for site, _ in self.levels]))
+            self._check_sites(
+                self._engine.talk.gather([site for site, _ in self.levels])
+            )
 
     def _check_levels(
         self, levels: list[tuple[Any, int]], codec: Any

@@ -127,10 +127,11 @@ class MTDAO(AbstractWrapper):
             PeerMismatch: if workers have other counters or rates.
         """
         check_positive("lr_factor", lr_factor)
-        if self._engine.started or any(self.state.values()):
+        steps = self._rounds.stats.steps
+        if self._rounds.started or any(self.state.values()):
             raise RuntimeError(
                 "warm_start must be called on a new optimizer, got one with a state "
-                f"after {self._engine.steps} steps. Build it again over the parameters."
+                f"after {steps} steps. Build it again over the parameters."
             )
         saved = self._saved_states(state_dict)
         rates = [
@@ -139,7 +140,7 @@ class MTDAO(AbstractWrapper):
         ]
         counters = {f"step of {name}": int(own["step"]) for name, own in saved.items()}
         named_rates = {f"rates of group {i}": own for i, own in enumerate(rates)}
-        self._engine.agree(self._plan() | counters | named_rates)
+        self._engine.talk.agree(self._plan() | counters | named_rates)
 
         params = {name: self._params[name] for name in saved}
         for name, square in self._states.tensors(_SQUARE, params).items():

@@ -6,7 +6,6 @@ The engine knows when and how; what a share is and what a result does is a strea
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -30,7 +29,6 @@ from lowcomm.sync.peers import Peers, everyone
 from lowcomm.sync.presence import Presence
 from lowcomm.sync.rounds import Pending, Progress, Rounds, Share
 from lowcomm.sync.seam import Group
-from lowcomm.sync.stats import Stats
 from lowcomm.sync.stream import Stream
 from lowcomm.sync.talk import Talk
 
@@ -74,10 +72,12 @@ class Engine:
                         "Build it with gloo, which carries all devices' tensors."
                     )
         self.group = group
-        self._rounds = Rounds(streams, group, heal)
-        self._talk = Talk(group, timeout_s, bucket_bytes, self._rounds.stats)
-        self._presence = Presence(self._talk)
-        around = self._talk, self._presence, self._rounds
+        #: where this worker is, and what it has counted
+        self.rounds = Rounds(streams, group, heal)
+        #: with the others, outside of rounds too
+        self.talk = Talk(group, timeout_s, bucket_bytes, self.rounds.stats)
+        self._presence = Presence(self.talk)
+        around = self.talk, self._presence, self.rounds
         self._company: Company
         if group.is_elastic:
             self._company = ComeAndGo(*around, give, take)
@@ -85,31 +85,6 @@ class Engine:
             self._company = Fixed(*around)
         self._weight = weight
         self._check = check
-
-    @property
-    def stats(self) -> Stats:
-        """A copy of the counts so far."""
-        return self._rounds.stats.snapshot()
-
-    @property
-    def steps(self) -> int:
-        """Inner steps attempted."""
-        return self._rounds.stats.steps
-
-    @property
-    def started(self) -> bool:
-        """Whether there was a first step."""
-        return self._rounds.started
-
-    @property
-    def hooks(self) -> OrderedDict[int, Callable[[Stats], None]]:
-        """Called after each round that was applied."""
-        return self._rounds.hooks
-
-    @property
-    def streams(self) -> list[Stream]:
-        """The streams in order."""
-        return [progress.stream for progress in self._rounds.progress]
 
     def enter(self, plan: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """Comes among the workers.
@@ -120,19 +95,11 @@ class Engine:
         """
         self._company.enter(plan, tensors, self._exchange_due)
 
-    def begin_share(self) -> None:
-        """What this worker gives is counted from here."""
-        self._rounds.begin_share()
-
     # ------------------------------------------------------------------ every step
-
-    def start(self) -> None:
-        """Called before the first inner step."""
-        self._rounds.start()
 
     def advance(self) -> None:
         """Called after every inner step: lands and launches what is due."""
-        rounds = self._rounds
+        rounds = self.rounds
         rounds.stats.steps += 1
         rounds.clock += 1
         self.group.tick()
@@ -144,7 +111,7 @@ class Engine:
                 self._company.let_in()
 
     def _exchange_due(self) -> None:
-        rounds = self._rounds
+        rounds = self.rounds
         self._resend()
         for progress in rounds.progress:
             progress.decide()
@@ -173,16 +140,16 @@ class Engine:
         if in_place:
             share = Share(layout.scratch(), layout.is_finite(), 0.0)
         else:
-            share = self._rounds.take_share(stream)
+            share = self.rounds.take_share(stream)
         weight = 0.0
         # Who has just come would halve what others do.
         has_nothing = self._company.has_nothing_to_give(progress)
         if stream.counts(self.group.rank, members) and not has_nothing:
-            weight = self._weight(self.steps - progress.launched_at)
-        pending = self._rounds.new_pending(
+            weight = self._weight(self.rounds.stats.steps - progress.launched_at)
+        pending = self.rounds.new_pending(
             progress,
             clock=clock,
-            steps=self.steps,
+            steps=self.rounds.stats.steps,
             finite=share.finite or not stream.is_judged,
             norm=share.norm,
             weight=weight,
@@ -194,36 +161,36 @@ class Engine:
             in_place=in_place,
         )
         progress.plan(clock)
-        self._rounds.pending.append(pending)
+        self.rounds.pending.append(pending)
         self._send(pending)
         if has_nothing:  # to a round that its donor has launched
             return
         replaced = stream.launched_(share.flats, len(members), finite=pending.finite)
         if replaced and not pending.finite:
-            self._rounds.heal()
+            self.rounds.heal()
 
     def _send(self, pending: Pending) -> None:
         """Puts a share on its way."""
-        stream, header = pending.progress.stream, self._rounds.header(pending)
+        stream, header = pending.progress.stream, self.rounds.header(pending)
         members, pending.epoch = pending.members, self.group.epoch
         if pending.declined:
-            wire = self._talk.wire(members, partial=True)
+            wire = self.talk.wire(members, partial=True)
             self._presence.decline(wire, pending.clock)
-            self._rounds.count_bytes(stream, wire.bytes_sent)
+            self.rounds.count_bytes(stream, wire.bytes_sent)
             members = (self.group.rank,)
         if pending.in_place:
             return
-        wire = self._talk.wire(members, header, partial=pending.partial)
+        wire = self.talk.wire(members, header, partial=pending.partial)
         shares = pending.shares if pending.staged is None else pending.staged.flats
         job = self._job(stream, shares, pending.results, wire)
         if pending.lost is not None:
             job = job._replace(lost=pending.lost.tensors)
         job = job._replace(staged=pending.staged)
-        pending.wire, pending.task = wire, self._talk.run(mean_(wire, job, header))
+        pending.wire, pending.task = wire, self.talk.run(mean_(wire, job, header))
 
     def _resend(self) -> None:
         """Sends again what a checkpoint has brought."""
-        for pending in self._rounds.pending:
+        for pending in self.rounds.pending:
             if pending.task is None:
                 self._send(pending)
 
@@ -232,7 +199,7 @@ class Engine:
             since = self.group.now()
             outcome = None if pending.task is None else self._outcome(pending)
             exposed_s = self.group.now() - since
-            self._rounds.land(pending, outcome, exposed_s, settle=settle)
+            self.rounds.land(pending, outcome, exposed_s, settle=settle)
 
     def _outcome(self, pending: Pending) -> Outcome:
         """What has come of an exchange, alone if need be; raises if it has failed."""
@@ -242,10 +209,10 @@ class Engine:
         # Who is late already has had its time.
         is_late = self._presence.owes(others)
         try:
-            outcome: Outcome = task.wait(0.0 if is_late else self._talk.timeout_s)
+            outcome: Outcome = task.wait(0.0 if is_late else self.talk.timeout_s)
         except SyncError as error:
             if not self._company.goes_alone(stream, error):
-                self._talk.end(error)
+                self.talk.end(error)
                 raise
             assert isinstance(error, PeerLost)
             self._presence.missed(task, others, error)
@@ -271,16 +238,16 @@ class Engine:
 
     def average(self, stream: Stream) -> Flats:
         """The workers' mean of a stream that has no schedule; nothing is applied."""
-        progress = self._rounds.find(cut_name(stream.name))
+        progress = self.rounds.find(cut_name(stream.name))
         stream.locate()
         if (known := self._company.known_mean(stream)) is not None:
             return known
-        members = self._talk.everyone()
-        share = self._rounds.take_share(stream)
-        pending = self._rounds.new_pending(
+        members = self.talk.everyone()
+        share = self.rounds.take_share(stream)
+        pending = self.rounds.new_pending(
             progress,
-            clock=self._rounds.clock,
-            steps=self.steps,
+            clock=self.rounds.clock,
+            steps=self.rounds.stats.steps,
             finite=share.finite,
             norm=share.norm,
             weight=1.0,
@@ -295,20 +262,20 @@ class Engine:
         assert task is not None
         progress.round += 1
         try:
-            outcome: Outcome = task.wait(self._talk.timeout_s)
+            outcome: Outcome = task.wait(self.talk.timeout_s)
         except SyncError as error:
             if not self._goes_alone():
-                self._talk.end(error)
+                self.talk.end(error)
             elif isinstance(error, PeerLost):  # rounds go on without it
                 others = [m for m in members if m != self.group.rank]
                 self._presence.missed(task, others, error)
             raise
-        self._rounds.stats.setup_bytes += outcome.bytes_sent
+        self.rounds.stats.setup_bytes += outcome.bytes_sent
         return pending.results
 
     def _goes_alone(self) -> bool:
         """Whether no round needs everybody."""
-        return all(p.stream.goes_alone for p in self._rounds.scheduled)
+        return all(p.stream.goes_alone for p in self.rounds.scheduled)
 
     def finish(self, timeout_s: float | None = None) -> None:
         """One last exchange of whatever has changed since its last one.
@@ -318,17 +285,17 @@ class Engine:
         Args:
             timeout_s: bound of each wait in here; None for the usual one.
         """
-        usual = self._talk.timeout_s
-        self._talk.timeout_s = timeout_s or usual
+        usual = self.talk.timeout_s
+        self.talk.timeout_s = timeout_s or usual
         try:
             self._company.do(self._finish)
         finally:
-            self._talk.timeout_s = usual
+            self.talk.timeout_s = usual
         self.group.is_done = True
-        self._rounds.report()
+        self.rounds.report()
 
     def _finish(self) -> None:
-        rounds = self._rounds
+        rounds = self.rounds
         if not rounds.started:
             rounds.start()
         self._check()
@@ -351,18 +318,18 @@ class Engine:
             self._launch(rounds.find(cut_name(name)), rounds.clock, everyone)
         self._land_all(rounds.pending, settle=True)
         for progress in moved:
-            progress.settled_at = self.steps
+            progress.settled_at = self.rounds.stats.steps
         rounds.plan()
 
     def _serve_until_finished(self) -> dict[int, Header]:
         """Takes part in others' rounds until all have come; their last headers."""
         while True:
-            wire = self._talk.wire(self._talk.everyone())
-            mine = Header.of_finished(self._rounds.clock)
-            headers: dict[int, Header] = self._talk.wait(
-                self._talk.run(handshake(wire, mine))
+            wire = self.talk.wire(self.talk.everyone())
+            mine = Header.of_finished(self.rounds.clock)
+            headers: dict[int, Header] = self.talk.wait(
+                self.talk.run(handshake(wire, mine))
             )
-            self._rounds.stats.setup_bytes += wire.bytes_sent
+            self.rounds.stats.setup_bytes += wire.bytes_sent
             working = [header for header in headers.values() if not header.finished]
             if not working:
                 return headers
@@ -374,10 +341,10 @@ class Engine:
         Brings the counts of rounds to the same value: some may have had rounds in which
         others were missing.
         """
-        scheduled = self._rounds.scheduled
-        mine = [[p.settled_at < self.steps, p.round] for p in scheduled]
-        gone = sorted(self._talk.gone)
-        replies = self._talk.gather([gone, mine]) if scheduled else {}
+        scheduled = self.rounds.scheduled
+        mine = [[p.settled_at < self.rounds.stats.steps, p.round] for p in scheduled]
+        gone = sorted(self.talk.gone)
+        replies = self.talk.gather([gone, mine]) if scheduled else {}
         for rank, (theirs, _) in replies.items():
             if theirs != gone:
                 error = PeerLost(
@@ -385,7 +352,7 @@ class Engine:
                     f"{self.group.rank} and {theirs} on rank {rank}. Restart from a "
                     "checkpoint."
                 )
-                self._talk.end(error)
+                self.talk.end(error)
                 raise error
         moved = []
         for progress, *all_of in zip(
@@ -398,16 +365,16 @@ class Engine:
 
     def _serve(self, headers: dict[int, Header], theirs: Header) -> None:
         """Takes part in others' round without a share that counts."""
-        progress = self._rounds.find(theirs.stream)
+        progress = self.rounds.find(theirs.stream)
         stream = progress.stream
         check_headers(headers, stream.name)
-        wire = self._talk.wire(self._talk.everyone(), theirs)
+        wire = self.talk.wire(self.talk.everyone(), theirs)
         results = stream.layout.new(self.group.device)
         job = self._job(stream, results, results, wire)
         pending = Pending(
             progress=progress,
             clock=theirs.step,
-            steps=self.steps,
+            steps=self.rounds.stats.steps,
             finite=True,
             norm=0.0,
             weight=0.0,
@@ -420,53 +387,20 @@ class Engine:
             serves=True,
             epoch=self.group.epoch,
             wire=wire,
-            task=self._talk.run(serve_(wire, job, headers)),
+            task=self.talk.run(serve_(wire, job, headers)),
         )
-        self._rounds.pending.append(pending)
+        self.rounds.pending.append(pending)
         assert pending.task is not None
-        self._rounds.land(pending, self._talk.wait(pending.task))
+        self.rounds.land(pending, self.talk.wait(pending.task))
 
     def _job(self, stream: Stream, shares: Flats, results: Flats, wire: Wire) -> Job:
         return Job(
             stream.name,
             shares.tensors,
             results.tensors,
-            self._talk.bucket_bytes,
+            self.talk.bucket_bytes,
             # Alone nothing is sent, so nothing need be lost.
             codec=stream.codec if wire.others else None,
             compare=stream.compares,
             robust=stream.robust,
         )
-
-    def extend(self, stream: Stream, tensors: Mapping[str, Tensor]) -> None:
-        """Takes further tensors into a stream, once nothing of it is under way."""
-        self._rounds.extend(stream, tensors)
-
-    def gather(self, mine: Any) -> dict[int, Any]:
-        """Every worker's value of plain types, by rank."""
-        return self._talk.gather(mine)
-
-    def agree(self, plan: Mapping[str, Any]) -> None:
-        """Raises `PeerMismatch` on every worker unless all of them hold this plan."""
-        self._talk.agree(plan)
-
-    def broadcast(self, tensors: Mapping[str, Tensor]) -> None:
-        """Gives all workers the first one's tensors, bit by bit, in place."""
-        self._talk.broadcast(tensors)
-
-    # ------------------------------------------------------------------ state
-
-    def state_dict(self) -> dict[str, Any]:
-        """Copies of all that the next step depends on, as tensors and plain types."""
-        return self._rounds.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any], *, strict: bool) -> None:
-        """Copies everything back; the next exchange compares all agreed values.
-
-        Args:
-            state: what `state_dict` returned.
-            strict: whether streams and schedules are those of the state. If not, each
-                tensor goes by its name, rounds are planned anew, and what was under
-                way is dropped.
-        """
-        self._rounds.load_state_dict(state, strict=strict)

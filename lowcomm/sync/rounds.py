@@ -28,6 +28,9 @@ _log = logging.getLogger(__name__)
 #: At the most so many rounds pass until all of the agreed values have been compared.
 _FINGERPRINT_PARTS = 64
 
+#: What a codec owes: in a stream's state, all that is never agreed.
+RESIDUAL = "residual"
+
 _NOT_FINITE = "round %d of %r goes without %s share: it is not finite"
 
 
@@ -133,6 +136,11 @@ class Rounds:
         #: clock of the next launch or landing
         self.next = math.inf
         self.plan()
+
+    @property
+    def streams(self) -> list[Stream]:
+        """The streams in order."""
+        return [progress.stream for progress in self.progress]
 
     # ------------------------------------------------------------------ when
 
@@ -457,6 +465,8 @@ class Rounds:
                 }
                 for pending in self.pending
             ],
+            # By which a loader sees that one was lost on the way.
+            "num_pending": len(self.pending),
         }
 
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool) -> None:
@@ -490,7 +500,7 @@ class Rounds:
             stream.load_(tensors)
             if stream.residual is not None:
                 stream.residual = stream.layout.new()
-                stream.layout.write_(stream.residual, tensors.get("residual", {}))
+                stream.layout.write_(stream.residual, tensors.get(RESIDUAL, {}))
         by_name = {progress.stream.name: progress for progress in self.progress}
         self.pending = [
             self._reloaded(saved, by_name[saved["stream"]])
@@ -514,10 +524,30 @@ class Rounds:
         return self.new_pending(progress, shares=shares, **launch)
 
 
+def without_debts(
+    state: Mapping[str, Any], *, keeps_residuals: bool = False
+) -> dict[str, Any]:
+    """A state without shares under way, which are another's or of another number.
+
+    Args:
+        state: what `Rounds.state_dict` returned.
+        keeps_residuals: whether what a codec owes to the next shares stays in it.
+    """
+    streams = state["streams"]
+    if not keeps_residuals:
+        streams = {name: _without_residual(s) for name, s in streams.items()}
+    return {**state, "pending": [], "num_pending": 0, "streams": streams}
+
+
+def _without_residual(stream: Mapping[str, Any]) -> dict[str, Any]:
+    tensors = {k: v for k, v in stream["tensors"].items() if k != RESIDUAL}
+    return {**stream, "tensors": tensors}
+
+
 def _state_of(stream: Stream) -> dict[str, dict[str, Tensor]]:
     state = stream.state()
     if stream.residual is not None:
-        state["residual"] = stream.layout.read(stream.residual)
+        state[RESIDUAL] = stream.layout.read(stream.residual)
     return state
 
 
