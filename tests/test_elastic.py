@@ -621,8 +621,8 @@ def test_a_second_one_of_the_same_name_is_refused(fleet):
     at = {5: lambda worker: wait_for(lambda: fleet[0].holds)}
     for i in range(2):
         fleet.start(f"worker-{i}", training("DiLoCo", at=at), start_with=2)
-    # In between two rounds: at the end of one it may be let in, in the other's place.
-    wait_for(lambda: all(fleet[i].steps == 5 for i in range(2)))
+    # At the end of a round too, when those that come are let in.
+    fleet.lighthouse.await_sheet(lambda sheet: any(e.epoch for e in sheet.values()))
     error = error_of(fleet.start("worker-2", training("DiLoCo"), name="worker-1"))
     fleet[0].holds = True
     assert isinstance(error, lowcomm.PeerMismatch)

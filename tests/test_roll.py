@@ -20,17 +20,18 @@ from lowcomm.sync.roll import (
 )
 
 PATIENCE_S = 5.0
+STORE = "host:1"
 NAMES = [f"worker-{i}" for i in range(12)]
 
 
 def entry(**said):
-    return Entry("run", "token", "host:1", patience_s=PATIENCE_S, **said)
+    return Entry("run", "token", STORE, patience_s=PATIENCE_S, **said)
 
 
 def member(rank, among, epoch="1-a", **said):
     """Of those that are among each other."""
-    generation = int(epoch.partition("-")[0])
-    return entry(rank=rank, generation=generation, epoch=epoch, among=among, **said)
+    said |= {"epoch": epoch, "generation": int(epoch.partition("-")[0])}
+    return entry(rank=rank, among=dict.fromkeys(among, STORE), **said)
 
 
 def members(*ranks, **said):
@@ -59,7 +60,7 @@ def entries(draw):
         rank=draw(st.integers(0, 4)) if generation else None,
         generation=generation,
         epoch=epoch,
-        among=draw(among) if generation else (),
+        among=dict.fromkeys(draw(among), STORE) if generation else {},
         misses=draw(st.booleans()),
         ready=draw(st.booleans()),
         waited_s=draw(st.sampled_from([0.0, PATIENCE_S - 0.1, PATIENCE_S])),
@@ -129,9 +130,12 @@ def test_nobody_alive_is_left_out_before_patience_ends(sheet):
 
 @many
 @given(sheets)
-def test_an_absent_one_must_be_missed_first(sheet):
+@pytest.mark.parametrize(
+    "absent", [{"absent": STORE}, {NAMES[0]: "host:2"}], ids=["gone", "name taken"]
+)
+def test_an_absent_one_must_be_missed_first(absent, sheet):
     sheet = {
-        name: replace(e, misses=False, waited_s=0.0, among=(*e.among, "absent"))
+        name: replace(e, misses=False, waited_s=0.0, among=e.among | absent)
         for name, e in sheet.items()
     }
     assert settle(sheet) is None

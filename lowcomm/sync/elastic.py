@@ -33,6 +33,7 @@ from lowcomm.sync.roll import (
     settle,
     settlement,
     staying,
+    stores_of,
 )
 from lowcomm.sync.schedule import check_number, check_positive
 from lowcomm.sync.seam import Exchange, Group, Handle, Task
@@ -50,7 +51,7 @@ _GOODBYE_S = 1.0
 class Change(NamedTuple):
     """How the workers have changed.
 
-    Args:
+    Attributes:
         members: ranks of all that are there now, sorted.
         joined: those that were not among this worker's before.
         left: those that were, and are not now.
@@ -477,7 +478,7 @@ class ElasticGroup(Group):
                     generation=new.generation,
                     epoch=new.epoch,
                     rank=new.ranks[self.name],
-                    among=names,
+                    among=stores_of({name: sheet[name] for name in names}),
                 )
             return
         if self.name not in sheet or sheet[self.name].epoch != me.epoch:

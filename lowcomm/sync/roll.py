@@ -14,7 +14,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -47,7 +47,8 @@ class Entry:
         rank: its number; None before it has one.
         generation: how often the workers it is among had been settled; 0 before.
         epoch: the name of their last settlement.
-        among: their names.
+        among: the stores of those, by name: another one that has taken the name of one
+            of them is not that one.
         misses: whether it is sure that some of them are gone.
         ready: whether it waits for them to be settled anew.
         waited_s: for how long.
@@ -65,7 +66,7 @@ class Entry:
     rank: int | None = None
     generation: int = 0
     epoch: str = ""
-    among: Sequence[str] = ()
+    among: Mapping[str, str] = field(default_factory=dict)
     misses: bool = False
     ready: bool = False
     waited_s: float = 0.0
@@ -131,7 +132,7 @@ def settle(sheet: Sheet) -> list[str] | None:
         return None
     is_late = any(not entry.ready and not entry.is_done for entry in members)
     for entry in waiting:
-        is_missing = any(name not in everybody for name in entry.among)
+        is_missing = not entry.among.items() <= stores_of(everybody).items()
         if entry.waited_s >= entry.patience_s:
             return ready
         if not is_late and (entry.misses or not is_missing):
@@ -154,6 +155,11 @@ def settlement(sheet: Sheet, names: Sequence[str], key: str) -> Settlement:
         tuple(main),
         sheet[first].store,
     )
+
+
+def stores_of(sheet: Sheet) -> dict[str, str]:
+    """Which store each has, by which one is told from another of its name."""
+    return {name: entry.store for name, entry in sheet.items()}
 
 
 def staying(sheet: Sheet) -> Sheet:
@@ -308,9 +314,13 @@ class Roll:
                     _log.warning("%s is not understood, and passed over", name)
                 self._unread.add(name)
         # Who has said goodbye is not missed.
-        leaves = {name for name, entry in sheet.items() if entry.leaves}
-        among = tuple(name for name in self.entry.among if name not in leaves)
-        lacks = any(name not in sheet for name in among)
+        stores = stores_of(sheet)
+        among = {
+            name: store
+            for name, store in self.entry.among.items()
+            if stores.get(name) != store or not sheet[name].leaves
+        }
+        lacks = not among.items() <= stores.items()
         misses = self._absences.note(time.monotonic(), lacks)
         self.say(among=among, misses=misses)
         created = quorum.created
