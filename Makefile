@@ -5,9 +5,10 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+SITE   := $(VENV)/.installed-docs
 
 .DEFAULT_GOAL := help
-.PHONY: help env test test-all lint types demo bench chaos clean
+.PHONY: help env test test-all lint types docs demo bench chaos clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -31,6 +32,14 @@ lint: env ## Check style and formatting
 
 types: env ## Check types
 	$(BIN)/mypy
+
+$(SITE): $(STAMP)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	@touch $@
+
+docs: $(SITE) ## Build the documentation as a site, warnings as errors; writes out/site/
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo out/site/index.html
 
 demo: env ## Train with DDP and with DiLoCo, two workers each; writes out/demo/
 	$(BIN)/python recipes/demo.py
