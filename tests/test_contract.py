@@ -775,6 +775,97 @@ def test_when_nobody_is_finite_nothing_is_applied_and_the_round_counted(
         assert math.isnan(x)
 
 
+# Workers that might as well be one
+
+
+ALIKE = METHODS | {
+    "LocalSGD-coded": functools.partial(lowcomm.LocalSGD, codec="int8"),
+    "LocalSGD-late": functools.partial(lowcomm.LocalSGD, overlap=1),
+    "DiLoCo-coded": functools.partial(lowcomm.DiLoCo, codec="int4"),
+    "DiLoCo-fragments": functools.partial(lowcomm.DiLoCo, fragments=2, overlap=1),
+    "DiLoCo-eager": functools.partial(lowcomm.DiLoCo, eager=True),
+    "SlowMo": lowcomm.SlowMo,
+    "NoLoCo": lowcomm.NoLoCo,
+    "DESLOC": lowcomm.DESLOC,
+    "MTDAO": lowcomm.MTDAO,
+}
+
+
+def rounds_with(make, data, *, num_workers=2, lr=0.05, dtype=torch.float32):
+    """Trains each worker on the data of the rank that stands in its place."""
+
+    def worker(rank, group):
+        model = network(dtype=dtype)
+        opt = make(model.parameters(), lr=lr, sync_every=2)
+        train(model, opt, range(7), data[rank])
+        opt.finish()
+
+    lowcomm.simulate(worker, num_workers)
+
+
+@pytest.fixture
+def alike(caplog):
+    """What was said of equal gradients."""
+    return lambda: [m for m in caplog.messages if "gradients must differ" in m]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("make", ALIKE.values(), ids=ALIKE.keys())
+def test_each_worker_is_told_once_that_all_have_the_same_gradients(make, dtype, alike):
+    """Of a run with equal gradients nothing is wrong but that it was for nothing."""
+    rounds_with(make, [5, 5], dtype=dtype)
+    assert len(alike()) == 2
+    assert "got the same from ranks [0, 1] in the first round" in alike()[0]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({"data": [5, 6]}, id="other data"),
+        pytest.param({"data": [5, 5, 6], "num_workers": 3}, id="other data for one"),
+        pytest.param({"data": [5, 5], "lr": 0.0}, id="not moved"),
+        pytest.param({"data": [5, 5, 5], "num_workers": 3, "lr": 0.0}, id="three"),
+        pytest.param({"data": [5], "num_workers": 1}, id="alone"),
+    ],
+)
+@pytest.mark.parametrize("name", [name for name in ALIKE if name != "NoLoCo"])
+def test_nothing_is_said_of_workers_that_differ_or_stand_still(name, settings, alike):
+    rounds_with(ALIKE[name], **settings)
+    assert alike() == []
+
+
+def test_a_pair_of_noloco_knows_of_nobody_else(alike):
+    rounds_with(lowcomm.NoLoCo, [5, 6])
+    assert alike() == []
+
+
+@pytest.mark.parametrize(("data", "told"), [([5, 5, 6, 6], 4), ([5, 6, 5, 6], 0)])
+def test_a_site_that_might_as_well_be_one_worker_is_told_so(data, told, alike):
+    def worker(rank, group):
+        model = network()
+        site = [0, 1] if rank < 2 else [2, 3]
+        opt = lowcomm.LocalSGD(
+            model.parameters(), lr=0.05, sync_every=4, levels=[(site, 2)]
+        )
+        train(model, opt, range(8), data[rank])
+
+    lowcomm.simulate(worker, 4)
+    assert len(alike()) == told
+
+
+def test_shares_that_are_moved_about_are_not_the_same(alike):
+    """Sums alone would not tell them apart."""
+
+    def worker(rank, group):
+        x = nn.Parameter(torch.zeros(2))
+        opt = lowcomm.DiLoCo(sgd(x), sync_every=1)
+        x.grad = torch.tensor([1.0, 2.0]) if rank else torch.tensor([2.0, 1.0])
+        opt.step()
+
+    lowcomm.simulate(worker, 2)
+    assert alike() == []
+
+
 # Workers that do not fit together
 
 

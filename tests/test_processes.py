@@ -1,6 +1,7 @@
 """What only real processes show: the wire, a kill, a wait that must end."""
 
 import functools
+import logging
 import os
 import re
 import signal
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 import lowcomm
 from lowcomm.sync import PrivateGroup
@@ -144,6 +146,58 @@ def test_workers_meet_without_torchs_own_group():
 def test_a_private_group_that_cannot_be_is_refused(address, rank, num_workers, message):
     with pytest.raises(ValueError, match=message):
         PrivateGroup(address, rank=rank, num_workers=num_workers)
+
+
+# Data parallelism, over the same workers and within them
+
+
+class Heard(logging.Handler):
+    """What the package has said."""
+
+    def __init__(self):
+        super().__init__()
+        self.messages = []
+        logging.getLogger("lowcomm").addHandler(self)
+
+    def emit(self, record):
+        self.messages.append(record.getMessage())
+
+
+def in_ddp(rank, within):
+    """Wraps the model over the ranks of each list, lowcomm goes across the lists."""
+    heard = Heard()
+    sites = [torch.distributed.new_group(ranks) for ranks in within]
+    across = [torch.distributed.new_group(list(r)) for r in zip(*within, strict=True)]
+    (mine,) = (i for i, ranks in enumerate(within) if rank in ranks)
+    group = across[within[mine].index(rank)] if len(within) > 1 else None
+    model = DistributedDataParallel(
+        network(dtype=torch.float32), process_group=sites[mine]
+    )
+    opts = {
+        "DiLoCo": lowcomm.DiLoCo(model.parameters(), sync_every=2, group=group),
+        "LocalSGD": lowcomm.LocalSGD(model.parameters(), sync_every=2, group=group),
+    }
+    said = {}
+    for name, opt in opts.items():
+        heard.messages.clear()
+        train(model, opt, range(4), rank)
+        said[name] = [m for m in heard.messages if "gradients must differ" in m]
+    return said, parameters_of(model)
+
+
+def test_ddp_over_the_same_workers_is_found():
+    for said, _ in run_workers(in_ddp, 2, [[0, 1]]):
+        for messages in said.values():
+            (message,) = messages
+            assert "ranks [0, 1]" in message
+            assert "DistributedDataParallel" in message
+
+
+def test_ddp_within_a_worker_is_none_of_our_business():
+    results = run_workers(in_ddp, 4, [[0, 1], [2, 3]])
+    for said, parameters in results:
+        assert said == {"DiLoCo": [], "LocalSGD": []}
+        assert same(parameters, results[0][1])
 
 
 # Kill and resume

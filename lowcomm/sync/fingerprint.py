@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -22,6 +22,20 @@ def fingerprint(values: Sequence[Tensor]) -> int:
     for part in torch.stack(sums).tolist() if sums else ():
         number = (number * 1_000_003 + part) & (1 << 63) - 1
     return number
+
+
+def mark(values: Iterable[Tensor]) -> int:
+    """A 32-bit number, never 0, that changes with any value and with its place.
+
+    >>> mark([torch.tensor([1.0, 2.0])]) == mark([torch.tensor([2.0, 1.0])])
+    False
+    """
+    sums = [
+        int((words * (2 * torch.arange(len(words), device=words.device) + 1)).sum())
+        for value in values
+        for words in _words(value)
+    ]
+    return number_of(repr(sums)) & (1 << 32) - 1 or 1
 
 
 def _words(value: Tensor) -> list[Tensor]:

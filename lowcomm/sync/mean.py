@@ -38,7 +38,7 @@ ALIGN = 16
 #: a few per cent of it on loopback.
 DEPTH = 4
 
-_HEADER = struct.Struct("<24sqqqdqqqd")
+_HEADER = struct.Struct("<24sqqidqqqdI")
 HEADER_BYTES = _HEADER.size
 
 
@@ -56,6 +56,7 @@ class Header(NamedTuple):
         tensors: fingerprint of the tensors' names, kinds and order.
         members: fingerprint of who takes part, where all must.
         norm: Euclidean length of its share, where that is limited.
+        mark: of its share, where it must differ from the others'; else 0.
     """
 
     stream: str
@@ -67,6 +68,7 @@ class Header(NamedTuple):
     tensors: int
     members: int = 0
     norm: float = 0.0
+    mark: int = 0
 
     @classmethod
     def of_finished(cls, step: int) -> Header:

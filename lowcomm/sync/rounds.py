@@ -8,14 +8,14 @@ from __future__ import annotations
 import logging
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from lowcomm.sync.errors import PeerMismatch
-from lowcomm.sync.fingerprint import fingerprint, number_of
+from lowcomm.sync.fingerprint import fingerprint, mark, number_of
 from lowcomm.sync.flat import Flats
 from lowcomm.sync.mean import Header, Outcome, Wire, cut_name
 from lowcomm.sync.seam import Group, Task
@@ -31,6 +31,11 @@ _FINGERPRINT_PARTS = 64
 #: What a codec owes: in a stream's state, all that is never agreed.
 RESIDUAL = "residual"
 
+_EQUAL_SHARES = (
+    "gradients must differ between workers, got the same from ranks %s in the first "
+    "round of %r. Take the model out of DistributedDataParallel over them, and give "
+    "each of them other data."
+)
 _NOT_FINITE = "round %d of %r goes without %s share: it is not finite"
 
 
@@ -46,6 +51,7 @@ class Progress:
     landed_in: str = ""  # among whom its last round was
     settled_at: int = 0  # steps taken when workers were last made equal
     verified: bool = False  # whether the whole of `agreed` has been compared
+    unmoved: int = 0  # mark of the share before the first step; 0 if unknown
     waiting: dict[str, Tensor] = field(default_factory=dict)  # to be taken in
     starts: dict[str, Tensor] = field(default_factory=dict)  # their values of then
 
@@ -114,7 +120,8 @@ class Rounds:
 
     Args:
         streams: in the order in which they are launched.
-        group: the workers; asked only for this one's rank and device.
+        group: the workers; asked only for this one's rank and device, and whether
+            there are others.
         heal: called when the worker has taken a result in place of a broken state.
     """
 
@@ -188,8 +195,12 @@ class Rounds:
 
     def start(self) -> None:
         """Called before the first inner step."""
+        has_others = len(self._group.members(0)) > 1
         for progress in self.progress:
-            progress.stream.start_()
+            stream = progress.stream
+            stream.start_()
+            if has_others and stream.has_parameters and not stream.schedule.never:
+                progress.unmoved = _mark_of_share(stream)
         self.started = True
 
     def begin_share(self) -> None:
@@ -260,7 +271,15 @@ class Rounds:
             tensors=stream.layout.fingerprint,
             members=0 if pending.partial else number_of(repr(pending.members)),
             norm=pending.norm,
+            mark=self._mark(pending),
         )
+
+    def _mark(self, pending: Pending) -> int:
+        """By which the first shares are compared, where they can be."""
+        if not pending.progress.unmoved or pending.in_place or not pending.finite:
+            return 0
+        chunks = pending.progress.stream.layout.chunks
+        return mark(pending.shares[chunk] for chunk in chunks)
 
     def drop_unkept(self) -> None:
         """Forgets shares that results may have overwritten; they are taken anew."""
@@ -300,6 +319,7 @@ class Rounds:
             left_out = not pending.finite
             used = self._group.rank in outcome.included
             _log_left_out(progress, outcome)
+            self._look_for_equal_shares(progress, outcome)
         elif not pending.finite:
             _log.warning(_NOT_FINITE, progress.round, stream.name, "this worker's")
         if applied:
@@ -362,6 +382,21 @@ class Rounds:
             for hook in list(self.hooks.values()):
                 hook(stats)
 
+    def _look_for_equal_shares(self, progress: Progress, outcome: Outcome) -> None:
+        """Warns, once, where workers might as well be one.
+
+        Whatever has made their gradients equal, also beyond what is to be seen of the
+        model, has made their first shares equal in every bit.
+        """
+        unmoved, progress.unmoved = progress.unmoved, 0
+        marks = {rank: h.mark for rank, h in outcome.headers.items() if h.mark}
+        if not unmoved or len(marks) < 2 or {*marks.values()} == {unmoved}:
+            return
+        for other in self.progress:
+            other.unmoved = 0
+        if len({*marks.values()}) == 1:
+            _log.warning(_EQUAL_SHARES, [*marks], progress.stream.name)
+
     def _count(self, stream: Stream, outcome: Outcome, exposed_s: float) -> None:
         stats = self.stats.of(stream.name)
         self.count_bytes(stream, outcome.bytes_sent)
@@ -401,7 +436,7 @@ class Rounds:
         if residual is not None:
             stream.residual = stream.layout.new()
             stream.layout.write_(stream.residual, residual)
-        progress.verified = False
+        progress.verified, progress.unmoved = False, 0
 
     # ------------------------------------------------------------------ state
 
@@ -496,7 +531,7 @@ class Rounds:
             progress.round = saved["round"] if strict else max(rounds, default=0)
             progress.launched_at = saved.get("launched_at", self.stats.steps)
             progress.settled_at = saved.get("settled_at", self.stats.steps)
-            progress.verified = False
+            progress.verified, progress.unmoved = False, 0
             stream.load_(tensors)
             if stream.residual is not None:
                 stream.residual = stream.layout.new()
@@ -537,6 +572,19 @@ def without_debts(
     if not keeps_residuals:
         streams = {name: _without_residual(s) for name, s in streams.items()}
     return {**state, "pending": [], "num_pending": 0, "streams": streams}
+
+
+def _mark_of_share(stream: Stream) -> int:
+    """The mark of the share as it would be now."""
+    stream.locate()
+    scratch = stream.layout.scratch()
+
+    def parts() -> Iterator[Tensor]:
+        for chunk in stream.layout.chunks:
+            stream.share_(chunk, out := scratch[chunk])
+            yield out
+
+    return mark(parts())
 
 
 def _without_residual(stream: Mapping[str, Any]) -> dict[str, Any]:
