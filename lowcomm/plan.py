@@ -124,25 +124,41 @@ METHODS = (
 
 @dataclass(frozen=True)
 class Row:
-    """What a method costs with a codec: means over workers, in a long run."""
+    """What a method costs with a codec: means over workers, in a long run.
+
+    Args:
+        method: and its settings.
+        codec: of the parameters; None for fp32.
+        bytes_per_step: that a worker sends.
+        ratio: of these to DDP's.
+        exchange_s: seconds on the wire in `sync_every` steps.
+        exposed_s: seconds that a worker waits in a step, for wire and workers.
+        compute_utilization: part of the time that is spent in steps.
+        hours: of the run, if nothing fails.
+        extra_gb: peak, beyond parameters, gradients and inner states; 10^9 bytes.
+        shortest_period: that reaches the utilization without overlap.
+        smallest_overlap: that hides the exchange, were steps equally long.
+        failures: expected in these hours; None if no rate was given.
+        restart_h: hours they cost if all go back; None if more than there are.
+        go_on_h: hours they cost if the others go on.
+        note: what does not work; empty if all does.
+    """
 
     method: Method
-    codec: str | None  # of the parameters; None for fp32
-    bytes_per_step: float  # that a worker sends
-    ratio: float  # of these to DDP's
-    exchange_s: float  # seconds on the wire in `sync_every` steps
-    exposed_s: float  # seconds that a worker waits in a step, for wire and workers
-    compute_utilization: float  # part of the time that is spent in steps
-    hours: float  # of the run, if nothing fails
-    extra_gb: float  # peak, beyond parameters, gradients and inner states; 10^9 bytes
-    shortest_period: int | None  # that reaches the utilization without overlap
-    smallest_overlap: float | None  # that hides the exchange, were steps equally long
-    failures: float | None  # expected in these hours; None if no rate was given
-    restart_h: (
-        float | None
-    )  # hours they cost if all go back; None if more than there are
-    go_on_h: float | None  # hours they cost if the others go on
-    note: str  # what does not work; empty if all does
+    codec: str | None
+    bytes_per_step: float
+    ratio: float
+    exchange_s: float
+    exposed_s: float
+    compute_utilization: float
+    hours: float
+    extra_gb: float
+    shortest_period: int | None
+    smallest_overlap: float | None
+    failures: float | None
+    restart_h: float | None
+    go_on_h: float | None
+    note: str
 
 
 @dataclass(frozen=True)
