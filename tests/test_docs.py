@@ -277,10 +277,16 @@ def trained_with_a_scaler(rank, code, lighthouse):
 
 
 @contextlib.contextmanager
-def lighthouse():
-    """The address of one that runs."""
+def lighthouse(least=1):
+    """The address of one that runs, with rounds of so many workers at least."""
     coordination = pytest.importorskip("torchft.coordination")
-    server = coordination.LighthouseServer(bind="127.0.0.1:0", min_replicas=1)
+    server = coordination.LighthouseServer(
+        bind="127.0.0.1:0",
+        min_replicas=least,
+        join_timeout_ms=1000,
+        quorum_tick_ms=50,
+        heartbeat_timeout_ms=5000,
+    )
     try:
         yield server.address().removeprefix("http://").replace("0.0.0.0", "127.0.0.1")
     finally:
@@ -293,7 +299,7 @@ MIGRATION = DOCS / "migration.md"
 @pytest.mark.workers
 def test_torchft_before_and_after_end_alike():
     before, after = code_of(MIGRATION, "From torchft")
-    with lighthouse() as address:
+    with lighthouse(least=2) as address:
         theirs = run_workers(trained_by_torchft, 2, before, 20, address)
     with lighthouse() as address:
         ours = run_workers(trained, 2, after, 20, address)
