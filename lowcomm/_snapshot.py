@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from lowcomm.sync.coded import is_coded, is_loaded_safely, rebuilt
 from lowcomm.sync.rounds import RESIDUAL, without_debts
 from lowcomm.sync.shard import is_sharded, local_of, pack
 
@@ -136,6 +137,14 @@ class Snapshot:
     def _tensor(self, tensor: Tensor) -> Any:
         if is_sharded(tensor):
             return pack(tensor, self._tensor(local_of(tensor)))
+        if is_coded(tensor):
+            if not is_loaded_safely(tensor):  # or it could not be resumed from
+                raise TypeError(
+                    "tensors must be of kinds that torch.load knows, got a "
+                    f"{type(tensor).__qualname__} at {self._spell_place()}. Call "
+                    "torch.serialization.add_safe_globals with its class."
+                )
+            return rebuilt(tensor, self._of)
         if type(tensor) not in (Tensor, nn.Parameter) or tensor.is_meta:
             kind = "meta tensor" if tensor.is_meta else type(tensor).__qualname__
             raise TypeError(

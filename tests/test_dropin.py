@@ -986,6 +986,42 @@ def test_states_in_codes_are_loaded_as_copies(inner):
 
 
 @pytest.mark.parametrize("inner", CODED)
+def test_states_in_codes_are_in_a_checkpoint_as_they_were(inner, tmp_path):
+    def build():
+        model = network()
+        opt = lowcomm.DiLoCo(inner(model.parameters()), sync_every=3)
+        return model, opt, lowcomm.Checkpointer(tmp_path, model=model, optimizer=opt)
+
+    model, opt, ckpt = build()
+    train(model, opt, range(4))
+    ckpt.save(4)
+    train(model, opt, range(4, 5))  # beside the writing
+    ckpt.save(5)  # into the memory of the one before
+    train(model, opt, range(5, 9))
+    ckpt.wait()
+    other, resumed, ckpt = build()
+    assert ckpt.load() == 5
+    train(other, resumed, range(5, 9))
+    assert same(parameters_of(model), parameters_of(other))
+
+
+class UnknownCoded(Coded):
+    """One that torch.load makes none of."""
+
+
+def test_a_checkpoint_that_could_not_be_loaded_is_not_written(tmp_path):
+    model = network()
+    opt = CodedMomentum(model.parameters())
+    train(model, opt, range(1))
+    for state in opt.state.values():
+        coded = state["momentum_buffer"]
+        state["momentum_buffer"] = UnknownCoded(coded.codes, coded.scale)
+    ckpt = lowcomm.Checkpointer(tmp_path, model=model, optimizer=opt)
+    with pytest.raises(TypeError, match="UnknownCoded at optimizer.*add_safe_globals"):
+        ckpt.save(1)
+
+
+@pytest.mark.parametrize("inner", CODED)
 def test_a_worker_whose_states_in_codes_are_not_finite_heals(inner):
     def worker(rank, group):
         model = network()

@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from lowcomm.sync.shard import Sharding, local_of
+from lowcomm.sync.coded import is_coded, rebuilt
+from lowcomm.sync.shard import Sharding
 
 
 class JoinedState(MutableMapping[Tensor, Any]):
@@ -116,35 +116,13 @@ def like_parameter(name: str, value: Tensor, param: Tensor) -> Tensor:
     return sharding.join(sharding.cut(name, value))
 
 
-def is_coded(tensor: Tensor) -> bool:
-    """Whether a tensor is made of others: codes and scales of an 8-bit one.
-
-    A sharded one is not: what it is made of has a mesh too, and torch can copy it.
-    """
-    return is_traceable_wrapper_subclass(tensor) and local_of(tensor) is tensor
-
-
-def parts_of(tensor: Tensor) -> list[Tensor]:
-    """The plain tensors that a tensor is made of, of a sharded one this rank's."""
-    tensor = local_of(tensor)
-    if not is_coded(tensor):
-        return [tensor]
-    names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
-    parts = [getattr(tensor, name) for name in names]
-    return [p for part in parts if isinstance(part, Tensor) for p in parts_of(part)]
-
-
 def _copied(value: Any) -> Any:
     """A copy of nested state; tensors that are made of others need not know how."""
     if isinstance(value, dict):
         return {key: _copied(item) for key, item in value.items()}
     if not isinstance(value, Tensor) or not is_coded(value):
         return copy.deepcopy(value)
-    names, context = value.__tensor_flatten__()  # type: ignore[attr-defined]
-    parts = {name: _copied(getattr(value, name)) for name in names}
-    return type(value).__tensor_unflatten__(  # type: ignore[attr-defined]
-        parts, context, value.shape, value.stride()
-    )
+    return rebuilt(value, _copied)
 
 
 def load_inner_(

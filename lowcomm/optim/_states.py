@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lowcomm.optim._inner import is_coded, parts_of
+from lowcomm.sync.coded import is_coded, parts_of
 from lowcomm.sync.shard import local_of
 
 #: Where a parameter group says by how much a state decays in a step.
