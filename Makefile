@@ -8,10 +8,10 @@ STAMP  := $(VENV)/.installed
 SITE   := $(VENV)/.installed-docs
 
 .DEFAULT_GOAL := help
-.PHONY: help env test test-all lint types docs demo bench chaos clean
+.PHONY: help env test test-all lint types docs dist check-dist demo bench chaos clean
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 env: $(STAMP) ## Make the virtual environment, or update it
 
@@ -41,6 +41,13 @@ docs: $(SITE) ## Build the documentation as a site, warnings as errors; writes o
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo out/site/index.html
 
+dist: env ## Build what is published, sdist and wheel, in dist/
+	rm -rf build dist
+	$(BIN)/python -m build --quiet
+
+check-dist: dist ## Use the wheel in an empty environment, test what the sdist has
+	$(BIN)/python tests/check_dist.py
+
 demo: env ## Train with DDP and with DiLoCo, two workers each; writes out/demo/
 	$(BIN)/python recipes/demo.py
 
@@ -56,5 +63,5 @@ chaos: env ## Train under killed, stopped, cut and replaced workers; over half a
 	done
 
 clean: ## Remove .venv, caches and build products; out/ stays
-	rm -rf $(VENV) build *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +

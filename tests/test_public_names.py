@@ -63,3 +63,18 @@ def test_importing_the_package_imports_no_extra():
     code = "import sys, lowcomm.testing; print(*sys.modules)"
     modules = subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True)
     assert extras.isdisjoint(modules.split())
+
+
+def test_importing_the_package_adds_the_standard_library_to_what_torch_imports():
+    """What torch need not have at hand is not needed here; nor does it take long."""
+    code = """
+import sys, numpy, torch
+before = set(sys.modules)
+import lowcomm, lowcomm.sync, lowcomm.testing, lowcomm.__main__
+added = {name for name in sys.modules if name not in before}
+assert "lowcomm.optim.diloco" in added
+print(*{name.partition(".")[0] for name in added})
+"""
+    command = [sys.executable, "-W", "error", "-c", code]
+    added = set(subprocess.check_output(command, cwd=ROOT, text=True).split())
+    assert added <= {"lowcomm"} | sys.stdlib_module_names
