@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import importlib.metadata
 import os
 import platform
@@ -22,7 +21,8 @@ from lowcomm.sync.roll import address_towards
 #: Names the interface, as torch reads it.
 IFNAME = "GLOO_SOCKET_IFNAME"
 
-_SIOCGIFADDR = 0x8915
+#: The system's number for an interface's address of IPv4, by platform.
+_SIOCGIFADDR = {"linux": 0x8915, "darwin": 0xC0206921}
 
 
 @dataclass(frozen=True)
@@ -127,11 +127,14 @@ def _device() -> str:
 def _interfaces() -> dict[str, str]:
     """Each interface's address that gloo would take: of IPv4 if it has one.
 
-    Linux only; elsewhere nothing is known.
+    Of IPv6 on Linux only; on Windows nothing is known.
     """
     found: dict[str, str] = {}
-    if not sys.platform.startswith("linux"):
+    number = _SIOCGIFADDR.get(sys.platform)
+    if number is None:
         return found
+    import fcntl  # which Windows lacks
+
     table = Path("/proc/net/if_inet6")
     for line in table.read_text().splitlines() if table.exists() else []:
         digits, _, _, scope, _, name = line.split()
@@ -142,7 +145,7 @@ def _interfaces() -> dict[str, str]:
         for _, name in socket.if_nameindex():
             request = struct.pack("256s", name.encode()[:15])
             try:
-                answer = fcntl.ioctl(asking.fileno(), _SIOCGIFADDR, request)
+                answer = fcntl.ioctl(asking.fileno(), number, request)
             except OSError:  # it has none
                 continue
             found[name] = socket.inet_ntoa(answer[20:24])

@@ -21,6 +21,8 @@ from lowcomm.sync.group import TorchGroup
 # torch's types know less of these than there is.
 _dist: Any = dist
 
+#: How long it may take until a listener sees that it is over.
+_NOTICE_S = 0.1
 #: A connection takes one way there and back; a firewall that drops says nothing.
 _PROBE_S = 2.0
 _CONNECT_S = 5.0
@@ -139,24 +141,29 @@ class Answering:
             backlog=512,
             dualstack_ipv6=family == socket.AF_INET6,
         )
+        # Only Linux ends an accept when another thread shuts the socket down.
+        self._socket.settimeout(_NOTICE_S)
+        self._is_over = threading.Event()
         self.port: int = self._socket.getsockname()[1]
         self._token = token.encode()
-        threading.Thread(target=self._answer, daemon=True).start()
+        self._thread = threading.Thread(target=self._answer, daemon=True)
+        self._thread.start()
 
     def _answer(self) -> None:
-        while True:
+        while not self._is_over.is_set():
             try:
                 connection, _ = self._socket.accept()
                 with connection:
                     connection.sendall(self._token)
-            except ConnectionError:  # who has asked is gone
+            except (TimeoutError, ConnectionError):  # nobody asks, or who did is gone
                 continue
-            except OSError:  # closed
+            except OSError:
                 return
 
     def close(self) -> None:
         """Answers nobody any more."""
-        self._socket.shutdown(socket.SHUT_RDWR)
+        self._is_over.set()
+        self._thread.join()
         self._socket.close()
 
 
