@@ -1431,6 +1431,13 @@ WRONG_CALLS = {
         TypeError,
         ["sync_every", "None"],
     ),
+    "weights that do not exist yet": (
+        lambda: lowcomm.DiLoCo(
+            nn.Linear(2, 2, device="meta").named_parameters(), lr=0.1, sync_every=2
+        ),
+        ValueError,
+        ["params", "'weight'", "meta", "to_empty"],
+    ),
     "sync_every missing": (
         lambda: lowcomm.LocalSGD([X()], lr=0.1),
         TypeError,

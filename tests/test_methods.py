@@ -1,6 +1,7 @@
 """The other methods: worked numbers, identities, every method with every setting."""
 
 import copy
+import inspect
 import math
 
 import pytest
@@ -368,6 +369,113 @@ def test_every_method_with_every_setting_resumes_and_ends_equal(
     assert same(straight, lowcomm.simulate(worker(resume=True), 2))
     assert same(straight[0][1], straight[1][1])
     assert all(p.isfinite().all() for p in straight[0][1])
+
+
+# Each with the others that it needs; `group` is the simulated one.
+OPTIONS = {
+    "group": lambda group: {"group": group},
+    "overlap": {"overlap": 1},
+    "codec": {"codec": "bf16"},
+    "error_feedback": {"error_feedback": True, "codec": "int8"},
+    "anchor_device": {"anchor_device": "cpu", "codec": "int8"},
+    "weight": {"weight": "steps"},
+    "clip_shares": {"clip_shares": 2.0},
+    "trim_shares": {"trim_shares": 1},
+    "buffers": lambda group: {"buffers": [torch.ones(3), torch.ones(2).long()]},
+    "bucket_bytes": {"bucket_bytes": 64},
+    "timeout_s": {"timeout_s": 30.0},
+    "init_sync": {"init_sync": False},
+    "average_states": {"average_states": True},
+    "warmup_steps": {"warmup_steps": 2},
+    "levels": {"levels": [([0, 1], 1)]},
+    "outer_lr": {"outer_lr": 0.6},
+    "outer_momentum": {"outer_momentum": 0.8, "outer_lr": 0.6},
+    "nesterov": {"nesterov": False},
+    "fragments": {"fragments": 2},
+    "local_mix": {"local_mix": 0.25},
+    "eager": {"eager": True},
+    "gamma": {"gamma": 0.4, "outer_lr": 0.6},
+    "seed": {"seed": 3},
+    "peers": {"peers": lambda round: [[0, 1]]},
+    "slow_lr": {"slow_lr": 0.9},
+    "slow_momentum": {"slow_momentum": 0.6},
+}
+# Of the inner optimizer, which a wrapper passes on.
+INNER_OPTIONS = {
+    "weight_decay": {"weight_decay": 0.1},
+    "betas": {"betas": (0.8, 0.9)},
+    "eps": {"eps": 1e-6},
+    "foreach": {"foreach": True},
+    "amsgrad": {"amsgrad": True},
+    "maximize": {"maximize": True},
+    "capturable": {"capturable": False},
+    "differentiable": {"differentiable": False},
+    "fused": {"fused": True},
+    "omega": {"omega": 0.5},
+}
+CLASSES = {
+    name: value
+    for name in lowcomm.__all__
+    if isinstance(value := getattr(lowcomm, name), type)
+    and issubclass(value, lowcomm.LocalSGD.__mro__[1])
+}
+# What cannot be had together is refused when it is asked for: nothing is displaced, or
+# pairs have no extremes.
+REFUSED = {
+    ("LocalSGD", "clip_shares"),
+    ("LocalSGD", "trim_shares"),
+    ("DESLOC", "clip_shares"),
+    ("DESLOC", "trim_shares"),
+    ("MTDAO", "clip_shares"),
+    ("MTDAO", "trim_shares"),
+    ("NoLoCo", "clip_shares"),
+    ("NoLoCo", "trim_shares"),
+}
+
+
+def options_of(make):
+    """All keywords that it takes, its own, those of all, and the inner optimizer's."""
+    own = set(inspect.signature(make).parameters)
+    all_have = set(inspect.signature(make.__mro__[1].__init__).parameters)
+    inner = lowcomm.QHAdamW if make is lowcomm.MTDAO else torch.optim.AdamW
+    inners = set(inspect.signature(inner).parameters) - {"lr"}
+    return (own | all_have | inners) - {
+        "self",
+        "params",
+        "sync_every",
+        "common",
+        "inner",
+    }
+
+
+ALL_OPTIONS = [
+    pytest.param(name, option, id=f"{name}-{option}")
+    for name, make in CLASSES.items()
+    for option in sorted(options_of(make))
+]
+
+
+@pytest.mark.parametrize(("name", "option"), ALL_OPTIONS)
+def test_every_option_of_every_method_runs(name, option):
+    """An attribute that is only used with an option may not be there."""
+    settings = (OPTIONS | INNER_OPTIONS)[option]
+
+    def worker(rank, group):
+        model = network()
+        given = settings(group) if callable(settings) else settings
+        opt = CLASSES[name](model.parameters(), lr=0.05, sync_every=3, **given)
+        train(model, opt, range(7), rank)
+        opt.finish()
+        return parameters_of(model)
+
+    if (name, option) in REFUSED:
+        with pytest.raises(ExceptionGroup) as caught:
+            lowcomm.simulate(worker, 2)
+        assert all(option in str(error) for error in caught.value.exceptions)
+        return
+    first, second = lowcomm.simulate(worker, 2)
+    assert same(first, second)
+    assert not same(first, parameters_of(network()))
 
 
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)

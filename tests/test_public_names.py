@@ -65,6 +65,12 @@ def test_importing_the_package_imports_no_extra():
     assert extras.isdisjoint(modules.split())
 
 
+def test_it_needs_torch_and_numpy_and_nothing_else():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    needed = {re.match(r"[\w-]+", one)[0] for one in project["dependencies"]}
+    assert needed == {"torch", "numpy"}
+
+
 def test_importing_the_package_adds_the_standard_library_to_what_torch_imports():
     """What torch need not have at hand is not needed here; nor does it take long."""
     code = """

@@ -263,6 +263,22 @@ def lay_out_otherwise(rank):
     return results
 
 
+def one_rank_each(rank):
+    """A worker that FSDP2 wraps, and that is whole all the same."""
+    mesh = mesh_of(2, 1)
+    wrapped = sharded(Net(seed=rank), mesh["shard"])
+    opt = METHODS["clipped"](wrapped.parameters(), lr=0.05, group=mesh["replicate"])
+    results = [trained(wrapped, opt, rank)]
+    plain = Net(seed=rank)
+    opt = METHODS["clipped"](plain.parameters(), lr=0.05)
+    return [*results, trained(plain, opt, rank)]
+
+
+def test_a_worker_may_be_sharded_over_one_rank():
+    for wrapped, plain in run_workers(one_rank_each, 2):
+        assert close(wrapped, plain)
+
+
 def evaluate_global_parameters(rank):
     mesh = mesh_of(2, 2)
     model = sharded(Net(seed=0), mesh["shard"])

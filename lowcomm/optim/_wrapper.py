@@ -185,7 +185,7 @@ class AbstractWrapper(Optimizer):
                 "params must contain a parameter that requires grad, got "
                 f"{len(self._named())} that do not."
             )
-        self._check_sharded(self._named())
+        self._check_kinds(self._named())
         streams = self._streams(self._params, self._states)
         for stream in streams:
             check_overlap(self._overlap, stream.schedule.shortest)
@@ -228,8 +228,13 @@ class AbstractWrapper(Optimizer):
     def _rounds(self) -> Rounds:
         return self._engine.rounds
 
-    def _check_sharded(self, params: Mapping[str, Tensor]) -> None:
+    def _check_kinds(self, params: Mapping[str, Tensor]) -> None:
         for name, param in params.items():
+            if param.is_meta:
+                raise ValueError(
+                    f"params must be in memory, got {name!r} on the meta device. Build "
+                    "the optimizer after the model's to_empty() and its weights."
+                )
             if getattr(param, "_fsdp_flattened", False):
                 raise ValueError(
                     "params must be whole, or sharded by FSDP2, got "
