@@ -54,7 +54,7 @@ demo: env ## Train with DDP and with DiLoCo, two workers each; writes out/demo/
 bench: env ## Run the benchmarks; each prints one JSON line per figure
 	@set -e; for file in $(wildcard benchmarks/[a-z]*.py); do $(BIN)/python $$file; done
 
-chaos: env ## Train under killed, stopped, cut and replaced workers; over half an hour
+chaos: env ## Train under killed, stopped, cut and replaced workers; about an hour
 	@set -e; for seed in 1 2; do \
 		$(BIN)/python recipes/chaos.py --seed $$seed --method diloco; \
 		$(BIN)/python recipes/chaos.py --seed $$seed --method streaming; \

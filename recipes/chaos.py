@@ -39,9 +39,10 @@ STALL_S = 90.0  # without any event the run counts as hung
 POLL_S = 0.02
 LARGEST_LOSS_GAP = 0.02
 SLACK_S = 3.0  # that a fault may cost beyond timeout_s
-# Read on while a fault is played and seen. Pairs wait for fewer, and so read more; of
-# DES-LOC a run of 2800 has ended before the last that came was let in.
-WINDOWS_A_FAULT = defaultdict(lambda: 2800, noloco=4400, desloc=4400)
+# A fault takes some ten seconds, in most of which another worker is starting. Steps
+# that take no less than this leave it 16, however fast the machine is.
+STEP_S = 0.08
+WINDOWS_A_FAULT = 3200
 
 KINDS = (
     "kill", "short stop", "join and leave", "slow", "kill in save", "long stop",
@@ -137,10 +138,14 @@ class Stage:
         options: of the run.
         folder: of this run's files.
         windows: that are read in all.
+        step_s: least time of a step, in seconds.
     """
 
-    def __init__(self, options: Options, folder: Path, windows: int) -> None:
-        self.options, self.folder, self.windows = options, folder, windows
+    def __init__(
+        self, options: Options, folder: Path, windows: int, step_s: float
+    ) -> None:
+        self.options, self.folder = options, folder
+        self.windows, self.step_s = windows, step_s
         self.workers: list[Worker] = []
         self._stack = ExitStack()
         self._net: Any = None
@@ -210,6 +215,7 @@ class Stage:
             windows=self.windows,
             timeout_s=self.options.timeout_s,
             seed=self.options.seed,
+            step_s=self.step_s,
         )
         script = str(Path(__file__).with_name("chaos_worker.py"))
         command = (sys.executable, script, json.dumps(asdict(spec)))
@@ -402,7 +408,7 @@ def run(options: Options, kinds: list[str] | None, windows: int) -> dict[str, An
     name = "disturbed" if kinds else "undisturbed"
     folder = options.out / f"{options.method}-{options.seed}-{name}"
     since = time.monotonic()
-    with Stage(options, folder, windows) as stage:
+    with Stage(options, folder, windows, STEP_S if kinds else 0.0) as stage:
         for place in range(options.workers):
             stage.start(place)
         stage.wait("all workers", lambda: len(stage.alive) == options.workers, START_S)
@@ -492,14 +498,14 @@ def verdict(
 
 def main(options: Options) -> int:
     """Runs it, prints a table, and says by its exit status whether all was well."""
-    probe = Spec("", options.method, "", "", "", str(options.cache), 0, 0, 0.0, 0)
+    probe = Spec("", options.method, "", "", "", str(options.cache), 0, 0, 0.0, 0, 0.0)
     config = probe.config
     load_corpus(config.data, config.vocab_size, config.cache, make=True)
     kinds = ["short cut", "long cut"] if (reason := why_no_network()) is None else []
     if reason:
         print(f"links are not cut: {reason}")
     kinds = [*(options.kinds or (*KINDS, *kinds))]
-    windows = options.windows or WINDOWS_A_FAULT[options.method] * (options.faults + 2)
+    windows = options.windows or WINDOWS_A_FAULT * (options.faults + 2)
     print(f"{options.method}, seed {options.seed}: longest time without a round")
     report = {"disturbed": run(options, choose(options, kinds), windows)}
     if options.reference:

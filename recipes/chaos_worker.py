@@ -37,6 +37,7 @@ class Spec:
         windows: so many are read by all workers together; then the run ends.
         timeout_s: of the group.
         seed: of the weights and the data.
+        step_s: least time of a step, in seconds.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Spec:
     windows: int
     timeout_s: float
     seed: int
+    step_s: float
 
     @property
     def config(self) -> Config:
@@ -94,8 +96,10 @@ class Disturbed(Run):
         )
 
     def step(self) -> None:
+        began = time.monotonic()
         super().step()
-        time.sleep(self.slow_s)
+        rest_s = began + self.spec.step_s - time.monotonic()
+        time.sleep(max(rest_s, 0) + self.slow_s)
         if self.optimizer.stats.steps % SAVE_EVERY == 0:
             try:
                 self.saves.save(self.optimizer.stats.steps)
