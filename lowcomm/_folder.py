@@ -12,6 +12,7 @@ import json
 import os
 import re
 import shutil
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -196,7 +197,12 @@ def read_tensors(path: Path, facts: Mapping[str, Any]) -> Any:
     if digest != facts["sha256"]:
         raise Broken(f"{path} is not as it was written: its sha256 is {digest[:8]}...")
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings():
+            # Of sparse tensors torch says how long it takes to look at them.
+            warnings.filterwarnings("ignore", "Validating sparse tensor invariants")
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except Warning:  # an error where it is asked for, which is no fault of the file
+        raise
     except Exception as error:
         raise Broken(f"{path} cannot be read: {error}") from None
 

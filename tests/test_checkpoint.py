@@ -11,6 +11,7 @@ import shutil
 import signal
 import threading
 import time
+import warnings
 from collections import namedtuple
 from pathlib import Path
 
@@ -388,6 +389,8 @@ def schedulers():
     ]
 
 
+# SequentialLR's own word on itself, before torch 2.7.
+@pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step")
 @pytest.mark.parametrize("number", range(7))
 def test_schedulers_of_torch_are_saved(tmp_path, number):
     scheduler, other = schedulers()[number], schedulers()[number]
@@ -493,6 +496,16 @@ def test_broken_ones_do_not_count_as_kept(tmp_path):
     with lowcomm.Checkpointer(tmp_path, keep=2, part=Part(0)) as ckpt:
         ckpt.save(4)
     assert names_in(tmp_path) == [f"step-0000000{step}" for step in (2, 3, 4)]
+
+
+def test_a_warning_that_is_an_error_breaks_no_checkpoint(tmp_path, monkeypatch):
+    """An older one would be loaded instead."""
+    saved(tmp_path, 1, 2)
+    monkeypatch.setattr(
+        torch, "load", lambda *_, **__: warnings.warn("look", stacklevel=1)
+    )
+    with pytest.raises(UserWarning, match="look"):
+        lowcomm.Checkpointer(tmp_path, part=Part()).load()
 
 
 def test_a_step_may_be_saved_again(tmp_path):

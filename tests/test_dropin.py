@@ -136,7 +136,8 @@ def a_scaler_steps_it(make):
         scaler.scale(loss_of(model, step)).backward()
         scaler.step(opt)
         scaler.update()
-    assert same(parameters_of(model), parameters_of(other))
+    # Not in its bits: torch's own fused step divides by the scale as it goes.
+    torch.testing.assert_close(parameters_of(model), parameters_of(other))
 
 
 def a_resumed_run_has_the_same_bits(make):
