@@ -21,7 +21,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 test: lint types ## Check everything in a quarter of an hour: all but what test-all adds
-	$(BIN)/pytest -m "not slow"
+	$(BIN)/pytest -n 2 --dist loadfile -m "not slow"
 
 test-all: lint types ## Check the comparisons and the examples in frameworks too
 	$(BIN)/pytest
