@@ -8,7 +8,7 @@ STAMP  := $(VENV)/.installed
 SITE   := $(VENV)/.installed-docs
 
 .DEFAULT_GOAL := help
-.PHONY: help env test test-all lint types docs dist check-dist demo bench chaos clean
+.PHONY: help env test lint types docs dist check-dist demo bench chaos clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -20,11 +20,8 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
-test: lint types ## Check everything in a quarter of an hour: all but what test-all adds
-	$(BIN)/pytest -n 2 --dist loadfile -m "not slow"
-
-test-all: lint types ## Check the comparisons and the examples in frameworks too
-	$(BIN)/pytest
+test: lint types ## Check everything, two test files at a time; ten minutes on two cores
+	$(BIN)/pytest -n 2 --dist loadfile
 
 lint: env ## Check style and formatting
 	$(BIN)/ruff check

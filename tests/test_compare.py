@@ -14,8 +14,6 @@ import torch
 
 ROOT = Path(__file__).parent.parent
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture
 def recipe(monkeypatch):

@@ -13,7 +13,7 @@ import lowcomm
 from lowcomm.testing import free_port, run_workers
 from toy import same
 
-pytestmark = [pytest.mark.workers, pytest.mark.slow]
+pytestmark = pytest.mark.workers
 
 FOLDER = Path(__file__).parent.parent / "examples"
 
