@@ -59,6 +59,7 @@ class Spec:
             compare(),
             method=self.method,
             batch_size=4,
+            state_periods=(4, 4),  # so small a batch has few of the tokens
             seed=self.seed,
             cache=Path(self.cache),
         )

@@ -46,6 +46,10 @@ class Config:
     """In which the parameters, or their displacement, are sent. None: float32."""
     qsr: float = 0.0
     """local_sgd: above 0, rounds grow to (qsr / learning rate)^2 steps."""
+    state_periods: tuple[int, int] = (3, 6)
+    """Of desloc: its first and second moments are averaged every so many periods of the
+    parameters. With AdamW and batches that leave much of a gradient at zero, 4 and 4;
+    see docs/methods/desloc.md."""
     slow_beta: float = 0.999
     """Decay of mtdao's momentum, in the place of `beta1`."""
     omega: float = 0.9

@@ -42,6 +42,7 @@ SAYS_TO = {
     "outer_momentum": OUTER,
     "fragments": {"streaming"},
     "qsr": {"local_sgd"},
+    "state_periods": {"desloc"},
     "slow_beta": {"mtdao"},
     "omega": {"mtdao"},
 }
@@ -221,6 +222,8 @@ def describe(config: Config) -> str:
     told = ("workers", "sync_every", "codec", "qsr", "lr", "outer_lr", "seed")
     if config.method == "ddp":
         told = ("workers", "lr", "seed")
+    if config.method == "desloc":
+        told += ("state_periods",)
     values = {name: getattr(config, name) for name in told}
     return config.method + "".join(
         f" {name}={value}" for name, value in values.items() if value or name == "seed"

@@ -1,5 +1,7 @@
 """What the papers claim, at sizes that a test can afford."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -117,3 +119,43 @@ def test_des_loc_is_as_good_as_local_adam_and_forgetting_the_states_is_not():
     assert rounds == {"parameters": 50, "exp_avg": 50, "exp_avg_sq": 13}
     assert last(des_loc) == pytest.approx(local_adam, rel=0.1)
     assert forgetful > 5 * last(des_loc)
+
+
+BETA1, BETA2 = 0.9, 0.95
+# Largest |exp_avg| / sqrt(exp_avg_sq) of Adam without other workers, whatever its
+# gradients: by the inequality of Cauchy and Schwarz.
+BOUND = (1 - BETA1) / math.sqrt((1 - BETA2) * (1 - BETA1**2 / BETA2))
+
+
+def largest_step(first, second):
+    """In learning rates, of workers that see few gradients which are not zero."""
+
+    def worker(rank, group):
+        x = nn.Parameter(torch.zeros(256))
+        opt = lowcomm.DESLOC(
+            [x],
+            lr=1e-3,
+            betas=(BETA1, BETA2),
+            sync_every={"params": 10, "exp_avg": first, "exp_avg_sq": second},
+        )
+        generator, largest = torch.Generator().manual_seed(rank), 0.0
+        for _ in range(480):
+            seen = torch.rand(256, generator=generator) < 0.02
+            x.grad = torch.randn(256, generator=generator) * seen
+            opt.step()
+            own = opt.state[x]
+            steps = own["exp_avg"].abs() / (own["exp_avg_sq"].sqrt() + 1e-8)
+            largest = max(largest, steps.max().item())
+        opt.finish()
+        return largest
+
+    return max(lowcomm.simulate(worker, 4))
+
+
+def test_moments_averaged_in_the_same_steps_keep_adams_bound_on_a_step():
+    assert largest_step(0, 0) <= BOUND
+    assert largest_step(40, 40) <= BOUND
+    # A second moment alone falls to a quarter at most, when three workers have zeros.
+    assert largest_step(60, 30) <= 2 * BOUND
+    # A first moment comes to a worker whose second one is almost zero.
+    assert largest_step(30, 60) > 100 * BOUND

@@ -33,6 +33,11 @@ class DESLOC(AbstractWrapper):
     all periods equal it is Local Adam, with those of the states 0 Local AdamW. Step
     counters are never averaged.
 
+    Where Adam's gradients are often zero, as in the embedding of rare tokens, average
+    both moments in the same steps, for the same bytes: `{"params": K, "exp_avg": 4 * K,
+    "exp_avg_sq": 4 * K}`. A first moment alone may come to a worker whose second moment
+    is almost zero, and is then divided by it.
+
     Cost: no copies (two with `outer_lr`); the bytes of Local SGD times
     :math:`1 + K/K_u + K/K_v`, 1.5 for one integer.
 
