@@ -24,9 +24,25 @@ from lowcomm.plan import METHODS, Method, Plan, Row, plan
 from lowcomm.sync.errors import SyncError
 from lowcomm.sync.schedule import check_positive
 
+_THOUSANDS = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+
+
+def _parameters(text: str) -> float:
+    """A number as models have it in their names: 150e6, 150M or 0.15B."""
+    digits, factor = text, 1.0
+    if text[-1:].upper() in _THOUSANDS:
+        digits, factor = text[:-1], _THOUSANDS[text[-1].upper()]
+    try:
+        return float(digits) * factor
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"must be a number, got {text!r}. Give 150e6, 150M or 0.15B."
+        ) from None
+
+
 #: Those that must be given, those that may be, and what they mean.
 _NEEDED: dict[str, tuple[Any, str]] = {
-    "num_params": (float, "parameters of the model"),
+    "num_params": (_parameters, "parameters of the model, as in 150e6 or 150M"),
     "num_workers": (int, "workers"),
     "gbit_s": (float, "rate at which each sends, in 10^9 bits per second"),
     "latency_s": (float, "of a message, in seconds"),
@@ -46,7 +62,7 @@ _OPTIONAL: dict[str, tuple[Any, str]] = {
 _EXAMINED: dict[str, tuple[Any, str]] = {
     "mbytes": (float, "sent at most in each direction of a pair, in 10^6 bytes (16)"),
     "seconds": (float, "of each direction (1; less for more than 30 pairs)"),
-    "num_params": (float, "parameters of the model, for a plan; with --step-s"),
+    "num_params": (_parameters, "parameters of the model, for a plan; with --step-s"),
     "step_s": (float, "seconds of an inner step, for a plan; with --num-params"),
     "timeout_s": (float, "how long workers are waited for (30)"),
 }

@@ -578,6 +578,14 @@ def test_json_holds_the_rows(capsys):
     assert coded["codec"] == "int8"
 
 
+def test_parameters_may_be_counted_in_millions(capsys):
+    answers = []
+    for num_params in ("150e6", "150M", "0.15b"):
+        main([*LINE, "--json", "--num-params", num_params])
+        answers.append(capsys.readouterr().out)
+    assert answers[0] == answers[1] == answers[2]
+
+
 def test_settings_of_methods(capsys):
     flags = "--json --codecs none --sync-every 40 --overlap 0 --fragments 2"
     main([*LINE, *flags.split(), "--ddp-overlap", "0.5", "--latency-s", "0"])
@@ -595,6 +603,8 @@ def test_settings_of_methods(capsys):
         (["--num-workers", "1"], "num_workers must be at least 2"),
         (["--codecs", "int7"], "codec must be one of"),
         (["--sync-every", "8"], "overlap must be smaller than the period"),
+        (["--num-params", "150X"], "must be a number, got '150X'. Give 150e6, 150M"),
+        (["--num-params", ""], "must be a number, got ''."),
     ],
 )
 def test_a_wrong_line_is_an_error_of_one_line(capsys, flags, words):
