@@ -13,13 +13,11 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-import tomllib
 import venv
 import zipfile
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+from project import PROJECT, ROOT
 
 # Two steps with an exchange in the second, alone, of everything that is an optimizer.
 STEPS = """

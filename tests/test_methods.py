@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import lowcomm
+from lowcomm._backports import ExceptionGroup
 from toy import (
     CURVATURE,
     TARGETS,
