@@ -5,6 +5,7 @@ import logging
 import os
 import re
 import signal
+import socket
 import time
 from pathlib import Path
 
@@ -146,6 +147,16 @@ def test_workers_meet_without_torchs_own_group():
 def test_a_private_group_that_cannot_be_is_refused(address, rank, num_workers, message):
     with pytest.raises(ValueError, match=message):
         PrivateGroup(address, rank=rank, num_workers=num_workers)
+
+
+def test_a_private_group_of_which_not_all_have_come_says_where():
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+        words = rf"2 workers must meet at {address} within 5 s, got on rank 0: .*in use"
+        with pytest.raises(lowcomm.SyncError, match=words):
+            PrivateGroup(address, rank=0, num_workers=2, timeout_s=5.0)
+    with pytest.raises(lowcomm.SyncError, match="got on rank 0: .*1/2 clients"):
+        PrivateGroup("127.0.0.1:0", rank=0, num_workers=2, timeout_s=0.5)
 
 
 # Data parallelism, over the same workers and within them

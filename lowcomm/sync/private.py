@@ -7,6 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from lowcomm.sync.errors import SyncError
 from lowcomm.sync.group import TorchGroup, split_address
 from lowcomm.sync.schedule import check_number, check_positive
 
@@ -37,7 +38,7 @@ class PrivateGroup(TorchGroup):
 
     Raises:
         ValueError: if the address or the rank cannot be one.
-        RuntimeError: if not all workers have come.
+        SyncError: if not all workers have come.
     """
 
     def __init__(
@@ -57,13 +58,21 @@ class PrivateGroup(TorchGroup):
                 "machine of rank 0 and a port of it that is free."
             )
         limit = timedelta(seconds=timeout_s)
-        # Kept: it ends with its owner, and others may still be on their way to it.
-        self._store = _dist.TCPStore(
-            *place,
-            num_workers,
-            is_master=rank == 0,
-            wait_for_workers=True,
-            timeout=limit,
-        )
-        group = _dist.ProcessGroupGloo(self._store, rank, num_workers, limit)
+        try:
+            # Kept: it ends with its owner, and others may still be on their way to it.
+            self._store = _dist.TCPStore(
+                *place,
+                num_workers,
+                is_master=rank == 0,
+                wait_for_workers=True,
+                timeout=limit,
+            )
+            group = _dist.ProcessGroupGloo(self._store, rank, num_workers, limit)
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0].rstrip(".")
+            raise SyncError(
+                f"{num_workers} workers must meet at {address} within {timeout_s:g} s, "
+                f"got on rank {rank}: {reason}. See that each was started, with a rank "
+                "of its own, and that the port of rank 0 is free there and open."
+            ) from error
         self._over(group, range(num_workers), rank, is_gloo=True)
