@@ -561,11 +561,17 @@ _OUTER_LRS = {1: 0.4, 2: 0.6, 4: 0.6, 8: 0.8}
 
 
 class Suggestion(NamedTuple):
-    """What to begin with and what to expect; None outside of what was studied."""
+    """What to begin with and what to expect; None outside of what was studied.
 
-    outer_lr: float | None  # with Nesterov momentum 0.9
-    loss: float | None  # of evaluation, in nats, on the study's data
-    loss_ddp: float | None  # of data-parallel training
+    Args:
+        outer_lr: DiLoCo's outer learning rate, with Nesterov momentum of 0.9.
+        loss: of evaluation, in nats, on the study's data.
+        loss_ddp: that of data-parallel training.
+    """
+
+    outer_lr: float | None
+    loss: float | None
+    loss_ddp: float | None
 
 
 def suggest(num_params: float, num_workers: int) -> Suggestion:
@@ -587,6 +593,9 @@ def suggest(num_params: float, num_workers: int) -> Suggestion:
     Args:
         num_params: parameters of the model.
         num_workers: workers.
+
+    Raises:
+        ValueError: if one of them is less than 1.
     """
     check_number("num_params", num_params, float, least=1)
     check_period("num_workers", num_workers)

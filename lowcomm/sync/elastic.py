@@ -54,7 +54,7 @@ _GOODBYE_S = 1.0
 class Change(NamedTuple):
     """How the workers have changed.
 
-    Attributes:
+    Args:
         members: ranks of all that are there now, sorted.
         joined: those that were not among this worker's before.
         left: those that were, and are not now.
