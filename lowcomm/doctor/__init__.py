@@ -44,6 +44,10 @@ def examine(
     Workers are those of the environment (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT),
     as torchrun sets it; all of them call it. Pairs are measured one after another.
 
+    >>> report = examine()
+    >>> len(report.machines), report.is_well
+    (1, True)
+
     Args:
         max_mbytes: so much is sent at most in each direction of a pair, in 10^6 bytes.
         seconds: about so long each direction is measured; if None 1, or less, so that
@@ -53,7 +57,7 @@ def examine(
         timeout_s: how long others are waited for, in seconds.
 
     Raises:
-        SyncError: if the workers do not meet.
+        SyncError: if the workers do not meet, or the environment lacks what is needed.
         ValueError: if an argument is out of its range.
     """
     check_positive("max_mbytes", max_mbytes)
