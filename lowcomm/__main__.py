@@ -154,7 +154,7 @@ def _doctor(given: dict[str, Any]) -> None:
     try:
         report = doctor.examine(**settings)
     except SyncError as error:
-        sys.exit(f"{error}")
+        sys.exit(str(error))
     # Nor do others fail: torchrun would end the first one before it has spoken.
     if os.environ.get("RANK", "0") != "0":
         return
@@ -176,7 +176,7 @@ def _lighthouse(bind: str, heartbeat_s: float) -> None:
             "'lowcomm[elastic]'`."
         ) from None
     check_positive("heartbeat_s", heartbeat_s)
-    # Its own log says several lines of each sheet, of which there are some a second.
+    # It logs several lines for each list of workers that it gives, some times a second.
     with _silent() as out:
         server = LighthouseServer(
             bind=bind,

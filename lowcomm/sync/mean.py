@@ -39,7 +39,6 @@ ALIGN = 16
 DEPTH = 4
 
 _HEADER = struct.Struct("<24sqqidqqqdI")
-HEADER_BYTES = _HEADER.size
 
 
 class Header(NamedTuple):
