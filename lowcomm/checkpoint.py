@@ -63,7 +63,7 @@ from lowcomm._snapshot import (
 )
 from lowcomm.sync.errors import SyncError
 from lowcomm.sync.group import check_has_shards, resolve_group
-from lowcomm.sync.schedule import check_number
+from lowcomm.sync.schedule import check_number, check_positive
 from lowcomm.sync.seam import Exchange
 from lowcomm.sync.shard import meshes_of, unpack
 from lowcomm.sync.talk import Talk
@@ -183,7 +183,7 @@ class Checkpointer:
         **parts: Stateful,
     ) -> None:
         check_number("keep", keep, int, least=2)
-        check_number("timeout_s", timeout_s, float)
+        check_positive("timeout_s", timeout_s)
         if not parts:
             raise ValueError(
                 "parts must be named as keywords, got none. Pass what is to be saved: "

@@ -1331,6 +1331,7 @@ def test_what_torch_would_not_load_is_refused_with_its_place(tmp_path, value, wo
         ),
         (lambda d: lowcomm.Checkpointer(d, a=Part(), keep="2"), TypeError, "keep"),
         (lambda d: lowcomm.Checkpointer(d, a=Part(), timeout_s=-1), ValueError, "time"),
+        (lambda d: lowcomm.Checkpointer(d, a=Part(), timeout_s=0), ValueError, "posit"),
         (
             lambda d: lowcomm.Checkpointer(d, a=Part(), config={"x": Path("a")}),
             TypeError,
