@@ -529,6 +529,13 @@ def test_every_method_stays_in_phase_when_one_worker_overflows(method):
             ValueError,
             "must be a mapping for this inner optimizer.*prev",
         ),
+        (
+            lambda p: lowcomm.DESLOC(
+                torch.optim.LBFGS(p), sync_every={"params": 2, "d": 2}
+            ),
+            ValueError,
+            "states of LBFGS must come of a step .* got TypeError.*closure.* Average",
+        ),
         (lambda p: lowcomm.MTDAO(p, sync_every=0), ValueError, "at least 1"),
         (lambda p: lowcomm.MTDAO(p, sync_every=2, fused=True), TypeError, "fused"),
         (lambda p: lowcomm.QHAdamW(p, omega=1.5), ValueError, "omega must be"),

@@ -163,8 +163,9 @@ def _example(inner: Optimizer, group: dict[str, Any], trial: Tensor) -> dict[str
         clone.step()
     except Exception as error:
         raise ValueError(
-            f"states of {type(inner).__name__} cannot be averaged: it takes no plain "
-            f"step ({error}). Average parameters only."
+            f"states of {type(inner).__name__} must come of a step with gradients of "
+            f"zero, got {error!r}. Average parameters only, and save with state_dict() "
+            "in place of portable()."
         ) from error
     return dict(clone.state[trial])
 
