@@ -97,7 +97,8 @@ def check_wheel(wheel: Path) -> None:
     if tops != {"lowcomm", info}:
         sys.exit(f"the wheel installs {sorted(tops)}")
     asked = re.findall(r"^Requires-Dist: (.+)$", metadata, re.MULTILINE)
-    hard = [line for line in asked if "extra ==" not in line]
+    # In the metadata, quotes are double ones.
+    hard = [line.replace('"', "'") for line in asked if "extra ==" not in line]
     if hard != PROJECT["dependencies"]:
         sys.exit(f"the wheel requires {hard}")
     say(f"{wheel.name}: {len(names)} files, requires {', '.join(hard)}")
