@@ -15,7 +15,7 @@ import os
 import sys
 import textwrap
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TextIO
 
@@ -83,6 +83,34 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Args:
         arguments: in place of those that the program was called with.
     """
+    parser, commands = _parsers()
+    given = vars(parser.parse_args(arguments))
+    command = commands[given["command"]]
+    if given["command"] == "lighthouse":
+        try:
+            return _lighthouse(given["bind"], given["heartbeat_s"])
+        except (ImportError, RuntimeError, ValueError) as error:
+            command.error(str(error))
+    if given["command"] == "doctor":
+        try:
+            return _doctor(given)
+        except (TypeError, ValueError) as error:
+            command.error(str(error))
+    settings = {k: v for k, v in given.items() if k in _NEEDED | _OPTIONAL}
+    try:
+        answer = plan(**settings, **_choices(given))
+        if "png" in given:
+            _draw(answer, given["png"])
+    except (ImportError, TypeError, ValueError) as error:
+        command.error(str(error))
+    if "json" in given:
+        print(json.dumps({**settings, "rows": answer.as_dicts()}, indent=2))
+    else:
+        print(*_lines(answer, settings), sep="\n")
+
+
+def _parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
+    """Of the whole command line, and of each command."""
     parser = argparse.ArgumentParser(prog="python -m lowcomm")
     commands = parser.add_subparsers(dest="command", required=True)
     light = commands.add_parser(
@@ -106,45 +134,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name, (kind, words) in _EXAMINED.items():
         check.add_argument("--" + name.replace("_", "-"), type=kind, help=words)
     check.add_argument("--json", action="store_true", help="print JSON, no table")
-    command = commands.add_parser(
+    costs = commands.add_parser(
         "plan",
         help="bytes, waiting, hours and memory; docs/planner.md explains them",
         argument_default=argparse.SUPPRESS,
     )
     for name, (kind, words) in (_NEEDED | _OPTIONAL).items():
         flag = "--" + name.replace("_", "-")
-        command.add_argument(flag, type=kind, help=words, required=name in _NEEDED)
+        costs.add_argument(flag, type=kind, help=words, required=name in _NEEDED)
     names = [method.name for method in METHODS]
-    command.add_argument("--methods", nargs="+", choices=names, help="those to compare")
-    command.add_argument("--codecs", nargs="+", help="none bf16 int8 int4 topk")
-    command.add_argument("--sync-every", type=int, help="of all methods but DDP")
-    command.add_argument("--overlap", type=int, help="of all but DDP and EagerDiLoCo")
-    command.add_argument("--ddp-overlap", type=float, help="part of a step, 0 to 1")
-    command.add_argument("--fragments", type=int, help="of StreamingDiLoCo")
-    command.add_argument("--json", action="store_true", help="print JSON, no table")
-    command.add_argument("--png", metavar="FILE", help="draw it")
-    given = vars(parser.parse_args(arguments))
-    if given["command"] == "lighthouse":
-        try:
-            return _lighthouse(given["bind"], given["heartbeat_s"])
-        except (ImportError, RuntimeError, ValueError) as error:
-            light.error(str(error))
-    if given["command"] == "doctor":
-        try:
-            return _doctor(given)
-        except (TypeError, ValueError) as error:
-            check.error(str(error))
-    settings = {k: v for k, v in given.items() if k in _NEEDED | _OPTIONAL}
-    try:
-        answer = plan(**settings, **_choices(given))
-        if "png" in given:
-            _draw(answer, given["png"])
-    except (ImportError, TypeError, ValueError) as error:
-        command.error(str(error))
-    if "json" in given:
-        print(json.dumps({**settings, "rows": answer.as_dicts()}, indent=2))
-    else:
-        print(*_lines(answer, settings), sep="\n")
+    costs.add_argument("--methods", nargs="+", choices=names, help="those to compare")
+    costs.add_argument("--codecs", nargs="+", help="none bf16 int8 int4 topk")
+    costs.add_argument("--sync-every", type=int, help="of all methods but DDP")
+    costs.add_argument("--overlap", type=int, help="of all but DDP and EagerDiLoCo")
+    costs.add_argument("--ddp-overlap", type=float, help="part of a step, 0 to 1")
+    costs.add_argument("--fragments", type=int, help="of StreamingDiLoCo")
+    costs.add_argument("--json", action="store_true", help="print JSON, no table")
+    costs.add_argument("--png", metavar="FILE", help="draw it")
+    return parser, commands.choices
 
 
 def _doctor(given: dict[str, Any]) -> None:
