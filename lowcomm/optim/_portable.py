@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+#: Key of our part in a state_dict; loaders of the inner optimizer pass over it.
+OWN_KEY = "lowcomm"
+
 #: No warm-up is as long.
 _LATE = 1 << 62
 
@@ -49,7 +52,7 @@ class Portable:
                     have[index] = optimizer._states.fresh(param)
                 index += 1
         state["state"] = {str(index): have[index] for index in sorted(have)}
-        own = state["lowcomm"]
+        own = state[OWN_KEY]
         under_way = {pending["stream"]: pending for pending in own["sync"]["pending"]}
         own["sync"]["stats"] = json.dumps(own["sync"]["stats"])
         own["sync"]["pending"] = {
@@ -61,7 +64,7 @@ class Portable:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes it back; with another number of workers, without shares under way."""
-        own = state_dict["lowcomm"]
+        own = state_dict[OWN_KEY]
         sync = own["sync"] | {"stats": json.loads(own["sync"]["stats"])}
         pending = [
             {"stream": name, "share": slot["share"], **json.loads(slot["facts"])}
@@ -88,7 +91,7 @@ class Portable:
             {
                 **state_dict,
                 "state": {int(index): s for index, s in state_dict["state"].items()},
-                "lowcomm": {
+                OWN_KEY: {
                     **own,
                     "config": {**own["config"], "workers": mine},
                     "sync": sync,

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lowcomm.optim._inner import JoinedState, build_inner, load_inner_, unscale_
-from lowcomm.optim._portable import Portable
+from lowcomm.optim._portable import OWN_KEY, Portable
 from lowcomm.optim._states import States
 from lowcomm.optim._streams import (
     Accompanying,
@@ -43,9 +43,6 @@ from lowcomm.sync.seam import Group
 from lowcomm.sync.shard import Sharding, local_of
 from lowcomm.sync.stats import Stats
 from lowcomm.sync.stream import Stream
-
-#: Key of our part in a state_dict; loaders of the inner optimizer pass over it.
-_OWN_KEY = "lowcomm"
 
 #: Attributes that a copy makes anew, or that others have put there.
 _NOT_COPIED = (
@@ -322,8 +319,8 @@ class AbstractWrapper(Optimizer):
     def _give(self) -> dict[str, Any]:
         """The whole state, for a worker that comes: it begins as a copy of this one."""
         optimizer = self.state_dict()
-        sync = without_debts(optimizer[_OWN_KEY]["sync"])
-        optimizer[_OWN_KEY] |= {"sync": sync}
+        sync = without_debts(optimizer[OWN_KEY]["sync"])
+        optimizer[OWN_KEY] |= {"sync": sync}
         return {"optimizer": optimizer, "tensors": {**self._named(), **self._buffers}}
 
     def _take(self, state: Mapping[str, Any]) -> None:
@@ -524,7 +521,7 @@ class AbstractWrapper(Optimizer):
                 {**group, "params": [i + first for i in group["params"]]}
                 for group in part["param_groups"]
             ]
-        merged[_OWN_KEY] = {
+        merged[OWN_KEY] = {
             "config": self._settings(),
             "adjusted": {name: getattr(self, name) for name in self._adjustable},
             "sync": self._rounds.state_dict(),
@@ -550,7 +547,7 @@ class AbstractWrapper(Optimizer):
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             result = pre_hook(self, state_dict)
             state_dict = state_dict if result is None else result
-        own = state_dict.get(_OWN_KEY)
+        own = state_dict.get(OWN_KEY)
         self._check_loadable(state_dict, own, strict=strict)
         groups = iter(state_dict["param_groups"])
         for inner, first in self._with_offsets():
@@ -601,7 +598,7 @@ class AbstractWrapper(Optimizer):
             )
         if own is None and strict:
             raise ValueError(
-                f"state_dict must have an entry {_OWN_KEY!r}, got "
+                f"state_dict must have an entry {OWN_KEY!r}, got "
                 f"{sorted(state_dict)}. Load a checkpoint of the bare inner optimizer "
                 "with `.inner.load_state_dict`."
             )
@@ -661,11 +658,11 @@ class AbstractWrapper(Optimizer):
         state["_parts"] = [
             list(s.layout.specs) for s in self._rounds.streams if s.has_parameters
         ]
-        return state | {_OWN_KEY: self._rounds.state_dict()}
+        return state | {OWN_KEY: self._rounds.state_dict()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         state = dict(state)
-        own = state.pop(_OWN_KEY)
+        own = state.pop(OWN_KEY)
         super().__setstate__(state)
         self._build()
         self._rounds.load_state_dict(own, strict=True)
