@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import lowcomm
 
-NUM_STEPS, SAVE_EVERY = 12, 6
+NUM_STEPS, SAVE_AT = 12, 6
 
 
 def batch_of(step: int, rank: int) -> tuple[Tensor, Tensor]:
@@ -47,7 +47,7 @@ def train(folder: Path, backend: str) -> list[float]:
         scheduler.step()
         opt.zero_grad()
         losses.append(loss.item())
-        if step == SAVE_EVERY:
+        if step == SAVE_AT:
             ckpt.save(step)
     opt.finish()
     ckpt.wait()
@@ -61,7 +61,7 @@ def main(folder: Path, backend: str = "inductor") -> None:
     resumed = train(folder, backend)
     rank = dist.get_rank()
     print(f"worker {rank}: loss {losses[0]:.3f} -> {losses[-1]:.3f}")
-    print(f"worker {rank}: resumed at step {SAVE_EVERY}, loss {resumed[-1]:.3f}")
+    print(f"worker {rank}: resumed at step {SAVE_AT}, loss {resumed[-1]:.3f}")
     assert resumed == losses[-len(resumed) :]
 
 
