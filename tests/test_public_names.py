@@ -1,9 +1,13 @@
+import inspect
 import re
 import subprocess
 import sys
 from types import ModuleType
 
+import pytest
+
 import lowcomm
+import lowcomm.testing
 from project import PROJECT, ROOT
 
 NAMES = [
@@ -44,9 +48,20 @@ def test_all_is_complete():
     assert names == set(lowcomm.__all__)
 
 
-def test_every_public_name_has_a_docstring():
-    for name in lowcomm.__all__:
-        assert getattr(lowcomm, name).__doc__, name
+def documented(thing):
+    """The arguments that a docstring names, in its order."""
+    section = inspect.getdoc(thing).partition("\nArgs:\n")[2].partition("\n\n")[0]
+    return re.findall(r"^    (\w+):", section, re.MULTILINE)
+
+
+@pytest.mark.parametrize("door", [lowcomm, lowcomm.sync, lowcomm.testing])
+def test_every_public_name_has_a_docstring_with_its_arguments_in_order(door):
+    for name in door.__all__:
+        thing = getattr(door, name)
+        assert thing.__doc__, name
+        # The other errors have a message, as Python's own do.
+        if name not in ("SyncError", "PeerMismatch"):
+            assert documented(thing) == [*inspect.signature(thing).parameters], name
 
 
 def test_importing_the_package_imports_no_extra():
