@@ -280,6 +280,9 @@ def test_a_launch_that_is_incomplete_is_named(monkeypatch):
     monkeypatch.setenv("RANK", "2")
     with pytest.raises(ValueError, match="RANK must be from 0 to WORLD_SIZE - 1 = 1"):
         doctor.examine()
+    monkeypatch.setenv("RANK", "first")
+    with pytest.raises(ValueError, match="RANK must be a whole number, got 'first'"):
+        doctor.examine()
 
 
 # Links whose rates are known

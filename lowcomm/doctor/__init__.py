@@ -13,7 +13,13 @@ from dataclasses import asdict
 from itertools import combinations
 
 from lowcomm.doctor.machine import Machine, look
-from lowcomm.doctor.meeting import Answering, Meeting, Two, environ, reached_from
+from lowcomm.doctor.meeting import (
+    Answering,
+    Meeting,
+    Two,
+    environ_number,
+    reached_from,
+)
 from lowcomm.doctor.report import NO_CONNECTION, NOT_REACHED, Pair, Report, lines
 from lowcomm.plan import Method, Row, plan
 from lowcomm.sync.errors import SyncError
@@ -58,7 +64,7 @@ def examine(
 
     Raises:
         SyncError: if the workers do not meet, or the environment lacks what is needed.
-        ValueError: if an argument is out of its range.
+        ValueError: if an argument, or a number of the environment, is out of its range.
     """
     check_positive("max_mbytes", max_mbytes)
     check_positive("timeout_s", timeout_s)
@@ -72,10 +78,10 @@ def examine(
     if num_params is not None and step_s is not None:
         check_number("num_params", num_params, float, least=1)
         check_positive("step_s", step_s)
-    size = int(os.environ.get("WORLD_SIZE", "1"))
+    size = environ_number("WORLD_SIZE") if "WORLD_SIZE" in os.environ else 1
     if size == 1:
         return Report((look(),), {0: {}}, ())
-    rank = int(environ("RANK"))
+    rank = environ_number("RANK")
     if not 0 <= rank < size:
         raise ValueError(
             f"RANK must be from 0 to WORLD_SIZE - 1 = {size - 1}, got {rank}. Start "

@@ -38,14 +38,14 @@ class Meeting:
     """
 
     def __init__(self, rank: int, size: int, timeout_s: float) -> None:
-        host, port = (environ(name) for name in ("MASTER_ADDR", "MASTER_PORT"))
+        host, port = environ("MASTER_ADDR"), environ_number("MASTER_PORT")
         # torchrun has one already, which outlives the workers.
         is_hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         is_master = rank == 0 and not is_hosted
         try:
             store = _dist.TCPStore(
                 host,
-                int(port),
+                port,
                 is_master=is_master,
                 wait_for_workers=False,
                 timeout=timedelta(seconds=timeout_s),
@@ -124,6 +124,21 @@ def environ(name: str) -> str:
             f"{name} must be set with WORLD_SIZE={os.environ.get('WORLD_SIZE')}, got "
             "nothing. Start the workers with torchrun."
         ) from None
+
+
+def environ_number(name: str) -> int:
+    """The same, as a number.
+
+    Raises:
+        ValueError: if it is none.
+    """
+    text = environ(name)
+    if not text.isdecimal():
+        raise ValueError(
+            f"{name} must be a whole number, got {text!r}. Start the workers with "
+            "torchrun."
+        )
+    return int(text)
 
 
 class Answering:
