@@ -60,9 +60,9 @@ class Sharding(NamedTuple):
 
     def spell(self) -> str:
         """The same on all ranks that hold this part of a tensor, and on no others."""
-        mesh = Place.of(self.mesh)
+        here = Coordinates.of(self.mesh)
         names = ", ".join(map(repr, self.placements))
-        return f"{names} at {mesh.at} of {mesh.sizes}"
+        return f"{names} at {here.at} of {here.sizes}"
 
     def join(self, local: Tensor) -> Tensor:
         """The tensor that has `local` as this rank's part, in the same memory."""
@@ -96,7 +96,7 @@ class Sharding(NamedTuple):
         return tensor.redistribute(placements=self.placements).to_local()
 
 
-class Place(NamedTuple):
+class Coordinates(NamedTuple):
     """This rank in a mesh, in plain types; alike on the same rank of every worker.
 
     Args:
@@ -110,16 +110,16 @@ class Place(NamedTuple):
     at: tuple[int, ...]
 
     @classmethod
-    def of(cls, mesh: DeviceMesh) -> Place:
+    def of(cls, mesh: DeviceMesh) -> Coordinates:
         """This rank's place in a mesh."""
         names = tuple(mesh.mesh_dim_names or ())
         return cls(names, tuple(mesh.shape), tuple(mesh.get_coordinate() or ()))
 
 
-def meshes_of(tensors: Iterable[Tensor]) -> dict[Place, DeviceMesh]:
+def meshes_of(tensors: Iterable[Tensor]) -> dict[Coordinates, DeviceMesh]:
     """The meshes on which there are tensors, each once, by this rank's place."""
     meshes = {t.device_mesh for t in tensors if is_sharded(t)}
-    places = {Place.of(mesh): mesh for mesh in meshes}
+    places = {Coordinates.of(mesh): mesh for mesh in meshes}
     if len(places) < len(meshes):
         raise ValueError(
             "meshes must have dimensions of different names to be told apart when a "
@@ -205,7 +205,7 @@ def pack(tensor: DTensor, local: Tensor) -> dict[str, Any]:
             )
         placements.append([kind, *(getattr(placement, a) for a in _PLACEMENTS[kind])])
     return {
-        _MARK: list(Place.of(tensor.device_mesh)),
+        _MARK: list(Coordinates.of(tensor.device_mesh)),
         "placements": placements,
         "shape": list(tensor.shape),
         "stride": list(tensor.stride()),
@@ -213,13 +213,13 @@ def pack(tensor: DTensor, local: Tensor) -> dict[str, Any]:
     }
 
 
-def unpack(state: Any, meshes: Mapping[Place, DeviceMesh]) -> Any:
+def unpack(state: Any, meshes: Mapping[Coordinates, DeviceMesh]) -> Any:
     """A state with tensors for what stands for them."""
     if isinstance(state, dict) and _MARK in state:
         from torch.distributed.tensor import placement_types
 
         names, sizes, at = state[_MARK]
-        mesh = meshes[Place(tuple(names), tuple(sizes), tuple(at))]
+        mesh = meshes[Coordinates(tuple(names), tuple(sizes), tuple(at))]
         placements = tuple(
             getattr(placement_types, kind)(
                 **dict(zip(_PLACEMENTS[kind], values, strict=True))
