@@ -47,7 +47,7 @@ def name_of(page: Path) -> str:
 
 def blocks():
     for page in PAGES:
-        if page in READMES:  # which shows parts of programs
+        if page in READMES:  # which show parts of programs
             continue
         text = page.read_text()
         for match in BLOCK.finditer(text):
