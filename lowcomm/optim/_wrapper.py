@@ -90,6 +90,13 @@ class AbstractWrapper(Optimizer):
             group if None, which is 600 s where it says nothing.
         init_sync: start from rank 0's parameters and buffers.
         inner: keyword arguments for AdamW.
+
+    Raises:
+        TypeError: if a keyword is none that the method or the inner optimizer has, or
+            is for the inner optimizer and that is built already.
+        ValueError: if a setting is out of its range, or settings exclude each other.
+        PeerMismatch: if workers were built differently.
+        PeerLost: if one of them does not come.
     """
 
     # torch then calls step() for skipped steps too, and workers stay in phase.

@@ -106,6 +106,7 @@ class ElasticGroup(Group):
             change, in plain types: its position in the data, say.
 
     Raises:
+        TypeError: if an argument is of another kind.
         ValueError: if an argument is out of its range.
         ImportError: without torchft.
 
