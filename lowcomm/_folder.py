@@ -24,7 +24,6 @@ MANIFEST = "manifest.json"
 _WHOLE = re.compile(r"step-(\d{8,})")
 _LEFT = re.compile(r"step-(\d{8,})\.([0-9a-f]+)-(\d+|old)\.(unfinished|replaced)")
 _PROBE = "probe-"
-_BLOCK = 1 << 20  # bytes that are read at a time
 
 #: Runs of this process: what they have not finished is not removed by others.
 _runs: set[str] = set()
@@ -192,12 +191,9 @@ def read_tensors(path: Path, facts: Mapping[str, Any]) -> Any:
     """What a file of a checkpoint holds, if it is as it was written."""
     try:
         with open(path, "rb") as file:
-            hashed = hashlib.sha256()
-            while block := file.read(_BLOCK):
-                hashed.update(block)
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise Broken(f"{path} cannot be read: {error.strerror}") from None
-    digest = hashed.hexdigest()
     if digest != facts["sha256"]:
         raise Broken(f"{path} is not as it was written: its sha256 is {digest[:8]}...")
     try:

@@ -29,12 +29,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
 
-from lowcomm._backports import add_note
 from lowcomm._folder import (
     MANIFEST,
     Broken,
@@ -67,9 +66,6 @@ from lowcomm.sync.schedule import check_number, check_positive
 from lowcomm.sync.seam import Exchange
 from lowcomm.sync.shard import meshes_of, unpack
 from lowcomm.sync.talk import Talk
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 _log = logging.getLogger(__name__)
 
@@ -706,7 +702,7 @@ class _Save:
         if self.done:
             return
         if error is not None:
-            add_note(error, f"while the checkpoint of step {self.step} was written")
+            error.add_note(f"while the checkpoint of step {self.step} was written")
             _log.error("the checkpoint of step %d: %s", self.step, error)
         self.error, self.done = error, True
 

@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from lowcomm._backports import BaseExceptionGroup, add_note
 from lowcomm.sync.errors import PeerLost, SyncError
 from lowcomm.sync.link import Link
 from lowcomm.sync.schedule import check_number
@@ -73,7 +72,7 @@ def simulate(
             enter_group(group)
             results[rank] = worker(rank, group)
         except BaseException as error:
-            add_note(error, f"in simulated worker {rank} of {num_workers}")
+            error.add_note(f"in simulated worker {rank} of {num_workers}")
             errors[rank] = error
         finally:
             world.leave(rank)

@@ -6,8 +6,6 @@ only processes show (the wire itself, a worker that is killed, a wait that never
 is tested with `run_workers`, which starts them in about a tenth of a second.
 """
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import multiprocessing
@@ -27,21 +25,15 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, TypeVarTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lowcomm._backports import ExceptionGroup, add_note
 from lowcomm._network import Network, network, why_no_network
 from lowcomm.sync.errors import PeerLost, SyncError
 from lowcomm.sync.seam import Exchange, Group, Handle, Task, enter_group
-
-if TYPE_CHECKING:
-    from typing_extensions import TypeVarTuple, Unpack
-
-    _Args = TypeVarTuple("_Args")
 
 __all__ = [
     "Network",
@@ -53,6 +45,7 @@ __all__ = [
 ]
 
 _T = TypeVar("_T")
+_Args = TypeVarTuple("_Args")
 
 # Imported once, in the server that forks the workers. torch._dynamo is a second of
 # work for the first optimizer of a process; test modules import pytest and hypothesis.
@@ -104,9 +97,9 @@ class _Worker(NamedTuple):
 
 
 def run_workers(
-    worker: Callable[[int, Unpack[_Args]], Any],
+    worker: Callable[[int, *_Args], Any],
     num_workers: int,
-    *args: Unpack[_Args],
+    *args: *_Args,
     timeout_s: float = 60.0,
     group_timeout_s: float = 20.0,
     num_threads: int = 1,
@@ -174,7 +167,7 @@ def run_workers(
     try:
         call = pickle.dumps((worker, args))
     except Exception as error:
-        add_note(error, "run_workers pickles the worker and its arguments.")
+        error.add_note("run_workers pickles the worker and its arguments.")
         raise
     workers: list[_Worker] = []
     with tempfile.TemporaryDirectory(prefix="lowcomm-") as folder:
@@ -381,8 +374,8 @@ def _unpack(report: bytes, rank: int) -> tuple[Any, Exception | None]:
         return pickle.loads(result), None
     summary, remote_traceback = text
     exception = RuntimeError(summary) if error is None else pickle.loads(error)
-    add_note(exception, f"on rank {rank}")
-    add_note(exception, f"in the worker's process:\n{remote_traceback}")
+    exception.add_note(f"on rank {rank}")
+    exception.add_note(f"in the worker's process:\n{remote_traceback}")
     return None, exception
 
 
@@ -395,7 +388,7 @@ def _one_of(errors: dict[int, Exception]) -> Exception:
 
 def _with_others(error: Exception, others: dict[int, Exception]) -> Exception:
     for rank, other in sorted(others.items()):
-        add_note(error, f"rank {rank} raised {type(other).__name__}: {other}")
+        error.add_note(f"rank {rank} raised {type(other).__name__}: {other}")
     return error
 
 
@@ -425,7 +418,7 @@ def _timeout(late: dict[int, _Worker], timeout_s: float) -> TimeoutError:
 def _note_stacks(error: Exception, workers: dict[int, _Worker]) -> None:
     for rank, one in sorted(workers.items()):
         if stacks := one.stacks.read_text():
-            add_note(error, f"rank {rank} was here:\n{stacks}")
+            error.add_note(f"rank {rank} was here:\n{stacks}")
 
 
 # --- the worker's side ----------------------------------------------------------------

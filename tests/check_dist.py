@@ -13,11 +13,13 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import tomllib
 import venv
 import zipfile
 from pathlib import Path
 
-from project import PROJECT, ROOT
+ROOT = Path(__file__).parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 # Two steps with an exchange in the second, alone, of everything that is an optimizer.
 STEPS = """
@@ -97,8 +99,7 @@ def check_wheel(wheel: Path) -> None:
     if tops != {"lowcomm", info}:
         sys.exit(f"the wheel installs {sorted(tops)}")
     asked = re.findall(r"^Requires-Dist: (.+)$", metadata, re.MULTILINE)
-    # In the metadata, quotes are double ones.
-    hard = [line.replace('"', "'") for line in asked if "extra ==" not in line]
+    hard = [line for line in asked if "extra ==" not in line]
     if hard != PROJECT["dependencies"]:
         sys.exit(f"the wheel requires {hard}")
     say(f"{wheel.name}: {len(names)} files, requires {', '.join(hard)}")

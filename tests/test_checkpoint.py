@@ -22,7 +22,6 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lowcomm
-from lowcomm._backports import BaseExceptionGroup
 from lowcomm.testing import run_workers, unreliable
 from toy import (
     inner_state_of,

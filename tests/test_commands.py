@@ -11,12 +11,12 @@ import runpy
 import shlex
 import subprocess
 import sys
+import tomllib
 
 import pytest
 import torch.distributed.run
 
 import lowcomm.__main__
-from project import PROJECT
 from test_docs import DOCS, PAGES, ROOT, name_of
 
 BLOCK = re.compile(r"^```([^\n`]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -93,7 +93,8 @@ class Shell:
         assert set(targets) <= set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
 
     def pip(self, verb, *words):
-        extras = {f".[{name}]" for name in PROJECT["optional-dependencies"]}
+        project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+        extras = {f".[{name}]" for name in project["optional-dependencies"]}
         assert verb == "install"
         assert set(words) <= {"-e", ".", *extras}
 

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 import lowcomm
-from lowcomm._backports import ExceptionGroup
 from toy import (
     inner_state_of,
     loss_of,

@@ -27,7 +27,7 @@ DISTRIBUTED = {
     "lowcomm.doctor.meeting": "torch.distributed",
     "lowcomm.testing": "torch.distributed",
 }
-REQUIRED = {"lowcomm", "numpy", "torch", "typing_extensions"}  # which torch requires
+REQUIRED = {"lowcomm", "numpy", "torch"}
 PUBLIC_MODULES = {"lowcomm", "lowcomm.sync", "lowcomm.testing"}
 # Inner optimizers: not methods, and one method is built on one of them.
 INNER = {"lowcomm.optim.adopt", "lowcomm.optim.qh_adamw"}
@@ -37,7 +37,6 @@ PRINTS = {"lowcomm.__main__", "lowcomm.cli"}
 # What is imported when it is asked for, and need not be there.
 OPTIONAL = {
     "lowcomm.__main__": {"matplotlib", "torchft"},
-    "lowcomm._backports": {"exceptiongroup"},  # required by Python 3.10
     "lowcomm.sync.roll": {"torchft"},
 }
 

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 import lowcomm
-from lowcomm._backports import ExceptionGroup
 from toy import (
     CURVATURE,
     TARGETS,

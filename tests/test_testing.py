@@ -15,7 +15,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lowcomm._backports import ExceptionGroup
 from lowcomm.testing import free_port, run_workers
 
 pytestmark = pytest.mark.workers

@@ -13,7 +13,7 @@ import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -37,9 +37,6 @@ from lowcomm.sync.roll import (
 )
 from lowcomm.sync.schedule import check_number, check_positive
 from lowcomm.sync.seam import Exchange, Group, Handle, Task
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 _log = logging.getLogger(__name__)
 
