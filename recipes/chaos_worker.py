@@ -59,7 +59,8 @@ class Spec:
             compare(),
             method=self.method,
             batch_size=4,
-            state_periods=(4, 4),  # so small a batch has few of the tokens
+            first_periods=4,  # so small a batch has few of the tokens
+            second_periods=4,
             seed=self.seed,
             cache=Path(self.cache),
         )

@@ -46,9 +46,11 @@ def build_optimizer(config: Config, model: nn.Module, group: Any = None) -> Any:
         case "noloco":
             return lowcomm.NoLoCo(params, sync_every=every, **outer, **common)
         case "desloc":
-            first, second = (every * periods for periods in config.state_periods)
-            moments = {"exp_avg": first, "exp_avg_sq": second}
-            periods = {"params": every, **moments}
+            periods = {
+                "params": every,
+                "exp_avg": every * config.first_periods,
+                "exp_avg_sq": every * config.second_periods,
+            }
             return lowcomm.DESLOC(params, sync_every=periods, **common)
         case "mtdao":
             return lowcomm.MTDAO(params, sync_every=every, **common)

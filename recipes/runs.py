@@ -46,10 +46,12 @@ class Config:
     """In which the parameters, or their displacement, are sent. None: float32."""
     qsr: float = 0.0
     """local_sgd: above 0, rounds grow to (qsr / learning rate)^2 steps."""
-    state_periods: tuple[int, int] = (3, 6)
-    """Of desloc: its first and second moments are averaged every so many periods of the
-    parameters. With AdamW and batches that leave much of a gradient at zero, 4 and 4;
-    see docs/methods/desloc.md."""
+    first_periods: int = 3
+    """Of desloc: first moments are averaged every so many periods of the parameters.
+    With AdamW and batches that leave much of a gradient at zero, 4 for these and the
+    second ones; see docs/methods/desloc.md."""
+    second_periods: int = 6
+    """The same of its second moments."""
     slow_beta: float = 0.999
     """Decay of mtdao's momentum, in the place of `beta1`."""
     omega: float = 0.9

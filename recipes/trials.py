@@ -42,7 +42,8 @@ SAYS_TO = {
     "outer_momentum": OUTER,
     "fragments": {"streaming"},
     "qsr": {"local_sgd"},
-    "state_periods": {"desloc"},
+    "first_periods": {"desloc"},
+    "second_periods": {"desloc"},
     "slow_beta": {"mtdao"},
     "omega": {"mtdao"},
 }
@@ -223,7 +224,7 @@ def describe(config: Config) -> str:
     if config.method == "ddp":
         told = ("workers", "lr", "seed")
     if config.method == "desloc":
-        told += ("state_periods",)
+        told += ("first_periods", "second_periods")
     values = {name: getattr(config, name) for name in told}
     return config.method + "".join(
         f" {name}={value}" for name, value in values.items() if value or name == "seed"

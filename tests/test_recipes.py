@@ -540,7 +540,7 @@ def test_what_makes_a_run_must_be_the_same_when_it_is_resumed(recipe):
     config = runs.smoke()
     corpus = data.Corpus("key", TOKENS, TOKENS)
     mine = settings(config, corpus)
-    json.dumps(mine)
+    assert mine == json.loads(json.dumps(mine))
     other = dataclasses.replace(config, out=Path("x"), num_steps=9, resume=True)
     assert settings(other, corpus) == mine
     for changed in ({"lr": 1.0}, {"method": "ddp"}, {"seed": 4}):
@@ -674,21 +674,21 @@ def without_times(metrics):
 
 @pytest.fixture(scope="module")
 def whole_run(place):
-    """What torchrun prints of a method's run that nothing stops; each runs once."""
-    return functools.cache(
-        lambda method: torchrun(
-            place, "--method", method, "--num-steps", str(NUM_STEPS)
-        )
-    )
+    """A method's run that nothing stops, once: what it prints, and where it writes."""
+
+    def run(method):
+        output = torchrun(place, "--method", method, "--num-steps", str(NUM_STEPS))
+        return output, place / "out" / "smoke" / method
+
+    return functools.cache(run)
 
 
 @pytest.mark.workers
 @pytest.mark.parametrize("method", TORCHRUN_METHODS)
-def test_a_run_trains_and_tells(recipe, place, whole_run, method):
-    output = whole_run(method)
+def test_a_run_trains_and_tells(recipe, whole_run, method):
+    output, out = whole_run(method)
     assert f"step {NUM_STEPS}/{NUM_STEPS}" in output
 
-    out = place / "out" / "smoke" / method
     facts = json.loads((out / "run.json").read_text(encoding="utf-8"))
     metrics = metrics_of(out)
     assert [line["step"] for line in metrics] == list(range(5, NUM_STEPS + 1, 5))
@@ -738,8 +738,7 @@ def test_a_killed_run_resumes_to_the_same_bits(place, whole_run):
     assert metrics_of(killed)[-1]["step"] < NUM_STEPS
 
     torchrun(place, *flags, "--resume")
-    whole_run("diloco")
-    uninterrupted = place / "out" / "smoke" / "diloco"
+    _, uninterrupted = whole_run("diloco")
     assert without_times(metrics_of(killed)) == without_times(metrics_of(uninterrupted))
 
 
@@ -787,8 +786,7 @@ def test_torchrun_resumes_by_itself_after_a_notice_and_after_a_kill(place, whole
         raise
     output = end(run)
     assert f"exitcode: {128 + signal.SIGTERM}" in output
-    whole_run("diloco")
-    uninterrupted = place / "out" / "smoke" / "diloco"
+    _, uninterrupted = whole_run("diloco")
     assert without_times(metrics_of(restarted)) == without_times(
         metrics_of(uninterrupted)
     )
